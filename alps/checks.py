@@ -1,0 +1,155 @@
+"""What can be wrong in a config, found before anything is loaded. All faults are reported at once."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from alps.config import RunConfig, StrategyConfig
+
+# Strategies that leave no choice of what else trains. Read by conf/ through the resolver `where_free` (alps/compose.py).
+FIXED_ALSO_TRAIN = {"full": "rest", "lora": "nothing"}
+
+
+class ConfigError(ValueError):
+    """A choice that cannot be run; the message is for the person who made it."""
+
+
+def fault(key: str, value: Any, allowed: str, near: str | None = None, why: str = "") -> str:
+    """One fault, in the one form that people see: key, value, reason, what is allowed, nearest match."""
+    text = f"{key} = {value!r}" + (f": {why}" if why else "") + f"\n    allowed: {allowed}"
+    return text + (f"\n    nearest: {near}" if near else "")
+
+
+def nearest(word: str, words: list[str] | tuple[str, ...]) -> str | None:
+    """The allowed word most like `word`, if one is."""
+    match = difflib.get_close_matches(str(word), list(words), n=1, cutoff=0.5)
+    return match[0] if match else None
+
+
+def fixed_also_train(selector: str, tuner: str) -> str | None:
+    """What `also_train` must be for this strategy, or None where it is free."""
+    return "rest" if selector == "none" and tuner == "rows" else FIXED_ALSO_TRAIN.get(tuner)
+
+
+def check(config: RunConfig) -> None:
+    """Raise ConfigError with every fault of `config`: single keys first, then combinations, then paths that are not there."""
+    faults = _check_keys(config, "")
+    if not faults:
+        faults = [*_check_strategy(config.strategy), *_check_training(config), *_check_paths(config)]
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _check_keys(section: Any, prefix: str) -> list[str]:
+    faults: list[str] = []
+    for item in fields(section):
+        key, value = prefix + item.name, getattr(section, item.name)
+        if is_dataclass(value):
+            faults += _check_keys(value, f"{key}.")
+            continue
+        rules = item.metadata
+        if "allowed" in rules and value not in rules["allowed"]:
+            faults.append(fault(key, value, ", ".join(rules["allowed"]), nearest(value, rules["allowed"])))
+        for element in value if "each" in rules else ():
+            if element not in rules["each"]:
+                faults.append(fault(key, value, f"a list of {', '.join(rules['each'])}", nearest(element, rules["each"])))
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not _within(value, rules):
+            faults.append(fault(key, value, _bounds(rules)))
+    return faults
+
+
+def _within(value: float, rules: Any) -> bool:
+    at_least, at_most, above = rules.get("at_least"), rules.get("at_most"), rules.get("above")
+    return (
+        value == value  # NaN is in no range
+        and abs(value) != float("inf")
+        and (at_least is None or value >= at_least)
+        and (at_most is None or value <= at_most)
+        and (above is None or value > above)
+    )
+
+
+def _bounds(rules: Any) -> str:
+    words = {"at_least": "at least", "at_most": "at most", "above": "more than"}
+    parts = [f"{word} {rules[name]:g}" for name, word in words.items() if rules.get(name) is not None]
+    return "a number " + " and ".join(parts) if parts else "a finite number"
+
+
+def _check_strategy(strategy: StrategyConfig) -> list[str]:
+    faults: list[str] = []
+    fixed = fixed_also_train(strategy.selector, strategy.tuner)
+    if fixed and strategy.also_train != fixed:
+        faults.append(
+            fault("strategy.also_train", strategy.also_train, fixed, why=f"strategy={strategy.name} fixes what else trains")
+        )
+    if strategy.tuner in ("full", "lora") and strategy.selector != "all":
+        faults.append(
+            fault("strategy.selector", strategy.selector, "all", why=f"strategy.tuner={strategy.tuner} is not confined to chosen heads")
+        )
+    if not strategy.projections or len(set(strategy.projections)) < len(strategy.projections):
+        faults.append(fault("strategy.projections", strategy.projections, "one or more of q, k, v, o, each once"))
+    no_heads = strategy.selector not in ("all", "none") and strategy.ratio == 0
+    if no_heads and strategy.also_train == "nothing":
+        faults.append(
+            fault("strategy.ratio", strategy.ratio, "more than 0, or strategy.also_train=rest", why="with no head and nothing else, nothing would train")
+        )
+    return faults
+
+
+def _check_training(config: RunConfig) -> list[str]:
+    faults: list[str] = []
+    train = config.train
+    if train.batch_size % train.micro_batch_size:
+        faults.append(
+            fault("train.micro_batch_size", train.micro_batch_size, f"a number that divides train.batch_size = {train.batch_size}")
+        )
+    if config.model.dtype == "bfloat16" and config.trainer.precision == "32-true":
+        faults.append(
+            fault(
+                "trainer.precision", "32-true", "bf16-mixed, or model.dtype=float32",
+                why="model.dtype=bfloat16 keeps frozen weights in bfloat16, and trained ones in float32, which needs mixed precision",
+            )
+        )  # fmt: skip
+    if train.beta1 == 1 or train.beta2 == 1:
+        faults.append(fault("train.beta1, train.beta2", (train.beta1, train.beta2), "less than 1"))
+    columns = config.data.columns
+    if not config.data.path.startswith("generated:"):
+        pair = columns.instruction and columns.response
+        if bool(columns.messages) == bool(pair):
+            faults.append(
+                fault("data.columns", vars(columns), "either messages, or instruction and response (and maybe input)")
+            )
+    return faults
+
+
+def _check_paths(config: RunConfig) -> list[str]:
+    """Names that are paths by their form must exist; others may be hub ids."""
+    faults: list[str] = []
+    paths = {
+        "model.path": config.model.path,
+        "data.path": config.data.path,
+        "data.test_path": config.data.test_path,
+        "train.proxy.task_model": config.train.proxy.task_model,
+        "eval.general_text": config.eval.general_text,
+    }
+    for key, value in paths.items():
+        if value and value.startswith((".", "/", "~")) and not Path(value).expanduser().exists():
+            faults.append(fault(key, value, "an existing file or folder", _nearest_path(Path(value).expanduser())))
+    if config.model.path.startswith(("wheel:", "random:")):
+        from alps.models import BUILT_IN
+
+        if config.model.path not in BUILT_IN:
+            faults.append(fault("model.path", config.model.path, f"{', '.join(BUILT_IN)}, a folder or a hub id"))
+    if config.data.path.startswith("generated:") and config.data.path != "generated:word_problems":
+        faults.append(fault("data.path", config.data.path, "generated:word_problems, a file, a folder or a hub id"))
+    return faults
+
+
+def _nearest_path(path: Path) -> str | None:
+    if not path.parent.is_dir():
+        return None
+    near = nearest(path.name, [sibling.name for sibling in path.parent.iterdir()])
+    return str(path.parent / near) if near else None

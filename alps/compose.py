@@ -1,0 +1,215 @@
+"""From command-line overrides to a checked RunConfig, and the wrapper around Hydra that speaks to people."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from alps.checks import ConfigError, check, fault, fixed_also_train, nearest
+from alps.config import RunConfig, describe_type, key_types
+
+
+def conf_dir() -> Path:
+    """The folder of configs: inside the package where it was installed from a wheel, beside it in a checkout."""
+    packaged = Path(__file__).parent / "conf"
+    return packaged if packaged.is_dir() else Path(__file__).parent.parent / "conf"
+
+
+def _where_free(wanted: str, *, _parent_: DictConfig) -> str:
+    """`also_train` as wanted, except for strategies that fix it: so one experiment serves every strategy."""
+    return fixed_also_train(_parent_.get("selector"), _parent_.get("tuner")) or wanted
+
+
+OmegaConf.register_new_resolver("where_free", _where_free, replace=True)
+ConfigStore.instance().store(name="schema", node=RunConfig)
+
+
+def typed(config: DictConfig) -> RunConfig:
+    """A composed config as a checked RunConfig. Raises ConfigError with every fault found."""
+    try:
+        missing = OmegaConf.missing_keys(config)
+        if missing:
+            raise ConfigError("\n".join(fault(key, "???", f"{_kind(key)}; it has no default") for key in sorted(missing)))
+        run = cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), config)))
+    except OmegaConfBaseException as error:
+        raise _config_error(error) from None
+    check(run)
+    return run
+
+
+def compose_run(overrides: Sequence[str] = (), output: str | Path = "run") -> RunConfig:
+    """The checked config of one run, as `python -m alps.run OVERRIDES` would make it; its folder is `output`.
+
+    For notebooks and tests. Raises ConfigError.
+    """
+    with _hydra(conf_dir()) as loader:
+        parsed = _parse(overrides)
+        _check_overrides(parsed, loader)
+        return _compose(list(overrides), str(output))
+
+
+def run_cli(task: Callable[[RunConfig], None], config_name: str) -> None:
+    """The body of a verb's `main`: check every job that the command line asks for, then let Hydra run `task` on each.
+
+    A mistake is reported before any job starts, in one message and with exit code 2. Inside a sweep a failing job raises, so
+    that the other jobs still run; the command then ends with exit code 1.
+    """
+    # Left to itself Hydra prints its own shortened traceback and exits 1; with this it raises, and people get our message.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        _check_command_line(sys.argv[1:], config_name)
+    except ConfigError as error:
+        _exit_with(error)
+
+    def job(config: DictConfig) -> None:
+        task(typed(config))
+
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(job)()
+    except ConfigError as error:
+        _exit_with(error)
+    except KeyboardInterrupt:
+        print("stopped; the same command with the same hydra.run.dir goes on after the last finished stage", file=sys.stderr)
+        sys.exit(130)
+
+
+def _exit_with(error: ConfigError) -> None:
+    print(f"alps: this cannot be run:\n  {str(error).replace(chr(10), chr(10) + '  ')}", file=sys.stderr)
+    sys.exit(2)
+
+
+def output_folder() -> Path:
+    """The folder that Hydra made for the current job."""
+    return Path(HydraConfig.get().runtime.output_dir)
+
+
+class _hydra:  # noqa: N801  a context manager, named as it is used
+    """Hydra's compose API on one folder, leaving the global state as it was."""
+
+    def __init__(self, folder: Path, job_name: str = "run") -> None:
+        self._context = initialize_config_dir(str(folder), job_name=job_name, version_base="1.3")
+
+    def __enter__(self) -> ConfigLoader:
+        self._context.__enter__()
+        return cast(ConfigLoader, GlobalHydra.instance().config_loader())
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+
+def _check_command_line(arguments: Sequence[str], config_name: str) -> None:
+    try:
+        options = get_args_parser().parse_args(list(arguments))
+    except SystemExit as error:  # argparse has said what is wrong
+        raise SystemExit(2 if error.code else 0) from None
+    if options.help or options.hydra_help or options.version or options.info or options.shell_completion:
+        return
+    folder = Path(options.config_path or conf_dir())
+    parsed = _parse(options.overrides)
+    sweep = options.multirun or any(o.is_sweep_override() for o in parsed)
+    if sweep and not options.multirun:
+        swept = ", ".join(str(o.input_line) for o in parsed if o.is_sweep_override())
+        raise ConfigError(f"{swept} names several values; add -m to sweep over them")
+    with _hydra(folder) as loader:
+        _check_overrides(parsed, loader)
+        for overrides in _jobs(parsed):
+            _compose(overrides, "run", options.config_name or config_name)
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    parser = OverridesParser.create()
+    parsed: list[Override] = []
+    for line in overrides:
+        try:
+            parsed.append(parser.parse_override(line))
+        except HydraException as error:
+            why = str(error).split("\n")[0]
+            raise ConfigError(fault(line, line, "key=value, +experiment=NAME, ~key; quote values with , = or spaces", why=why)) from None
+    return parsed
+
+
+def _jobs(parsed: Sequence[Override]) -> list[list[str]]:
+    """The overrides of each job of a sweep, as Hydra's own sweeper would make them (a single run is one job)."""
+    choices: list[list[str]] = []
+    for override in parsed:
+        if override.is_sweep_override():
+            key = override.get_key_element()
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        else:
+            choices.append([str(override.input_line)])
+    return [list(job) for job in itertools.product(*choices)]
+
+
+def _check_overrides(parsed: Sequence[Override], loader: ConfigLoader) -> None:
+    """Refuse unknown groups, options and keys, with the nearest match, before Hydra does it less helpfully."""
+    known = key_types(RunConfig)
+    groups = [g for g in loader.list_groups("") if g != "hydra"]
+    faults: list[str] = []
+    for override in parsed:
+        key = override.key_or_group
+        if key.split(".")[0].split("/")[0] == "hydra" or override.package is not None:
+            continue
+        if override.is_delete():
+            faults.append(fault(f"~{key}", None, "a value: groups and keys of the schema cannot be taken out"))
+            continue
+        values = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
+        if key in groups:
+            options = loader.get_group_options(key, ObjectType.CONFIG)
+            for value in values:
+                names = value if isinstance(value, list) else [value]
+                faults += [
+                    fault(key, name, ", ".join(options), nearest(name, options))
+                    for name in names
+                    if name not in options and not isinstance(name, dict)
+                ]
+            if key == "experiment" and not (override.is_add() or override.is_force_add()):
+                faults.append(fault(key, override.get_value_element_as_str(), f"+experiment={override.get_value_element_as_str()} (with a plus)"))
+        elif key not in known:
+            near = nearest(key, [*known, *groups])
+            faults.append(fault(key, values if override.is_sweep_override() else values[0], "a key of the schema", near, "no such key"))
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _compose(overrides: list[str], output: str, config_name: str = "config") -> RunConfig:
+    try:
+        config = compose(config_name, overrides)
+    except HydraException as error:
+        if isinstance(error.__cause__, OmegaConfBaseException):
+            raise _config_error(error.__cause__, str(error).split("\n")[0]) from None
+        raise ConfigError(str(error).split("\nSee https")[0]) from None
+    # Outside a job there is no Hydra folder for this key to name.
+    config.paths.output = output
+    return typed(config)
+
+
+def _config_error(error: OmegaConfBaseException, context: str = "") -> ConfigError:
+    """What OmegaConf found wrong, with the key, its value and what is allowed."""
+    key = str(error.full_key or "config")
+    value = getattr(error, "value", None)
+    why = str(error.msg or error).split("\n")[0]
+    near = None if key in key_types(RunConfig) else nearest(key, list(key_types(RunConfig)))
+    return ConfigError(fault(key, value, _kind(key), near, why=" ".join(part for part in (context, why) if part)))
+
+
+def _kind(key: str) -> str:
+    kind = key_types(RunConfig).get(key.split("[")[0])
+    return describe_type(kind) if kind else "a value of the right type"

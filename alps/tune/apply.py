@@ -1,0 +1,138 @@
+"""Make a model train only what a strategy says, and turn it back into a plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import nn
+
+from alps.heads import HeadLayout, HeadSelection, Projection
+from alps.tune.rows import SliceTrainableLinear
+
+AlsoTrain = Literal["nothing", "rest"]
+
+
+@dataclass(frozen=True)
+class TrainedParts:
+    """What trains in a model; counts are of parameters (a tied tensor counts once)."""
+
+    trained: int
+    total: int
+    qkv_trained: int
+    qkv_total: int
+    chosen_heads: int
+    total_heads: int
+    moved_with_group: int
+
+    def describe(self) -> str:
+        """One line for people, said at start-up."""
+        return (
+            f"trains {self.trained:,} of {self.total:,} parameters ({self.trained / self.total:.2%}), "
+            f"{self.qkv_trained / self.qkv_total:.2%} of Q/K/V; {self.chosen_heads} of {self.total_heads} heads chosen, "
+            f"{self.moved_with_group} more move with their K/V group; weight gradients and optimizer state: "
+            f"{1 - self.trained / self.total:.1%} less than training everything"
+        )
+
+
+def train_only(
+    model: nn.Module,
+    selection: HeadSelection,
+    *,
+    projections: Sequence[Projection] = ("q", "k", "v"),
+    also_train: AlsoTrain = "nothing",
+) -> nn.Module:
+    """Open the selected heads' rows of q, k, v (and columns of o, if named) and freeze the others; changes `model` in place.
+
+    also_train="rest" trains everything outside Q/K/V too: MLP, o_proj, norms, embeddings, and q/k norms (the paper's main
+    table). Every trained parameter is float32 (or wider), whatever the base's dtype.
+
+    Raises ValueError where nothing would train, and for a model of another layout than the selection's.
+    """
+    layout = HeadLayout.from_model(model)
+    if layout != selection.layout:
+        raise ValueError(f"the selection is of {selection.layout.family}, layout {selection.layout.fingerprint}; not this model's")
+    unknown = set(projections) - {"q", "k", "v", "o"}
+    if unknown or not projections:
+        raise ValueError(f"projections must be some of q, k, v, o; found {list(projections)}")
+    if not selection.heads and also_train == "nothing":
+        raise ValueError("nothing would train: the selection is empty and also_train is 'nothing'")
+    model.requires_grad_(False)
+    if also_train == "rest":
+        attention = {f"{layout.module_name(layer, p)}." for layer in range(layout.num_layers) for p in ("q", "k", "v")}
+        for name, parameter in model.named_parameters():
+            if not name.startswith(tuple(attention)):
+                _train_whole(parameter)
+    for layer in range(layout.num_layers):
+        for projection in projections:
+            indices = selection.indices(layer, projection)
+            # Under "rest" the whole of o trains already.
+            if not indices or (projection == "o" and also_train == "rest"):
+                continue
+            name = layout.module_name(layer, projection)
+            linear = cast(nn.Linear, model.get_submodule(name))
+            model.set_submodule(name, SliceTrainableLinear(linear, indices, "columns" if projection == "o" else "rows"))
+    return model
+
+
+def train_everything(model: nn.Module) -> nn.Module:
+    """Train all parameters, in float32 or wider; changes `model` in place."""
+    for parameter in model.parameters():
+        _train_whole(parameter)
+    return model
+
+
+def _train_whole(parameter: nn.Parameter) -> None:
+    # Changing .data keeps the identity of the parameter, and so tied embeddings tied.
+    parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    parameter.requires_grad_(True)
+
+
+def merge(model: nn.Module) -> nn.Module:
+    """Write the trained slices into the weights; the model is then a plain Hugging Face one. In place."""
+    return _replace(model, keep_training=True)
+
+
+def discard(model: nn.Module) -> nn.Module:
+    """Throw the trained slices away: the projections are the base's again. In place."""
+    return _replace(model, keep_training=False)
+
+
+def _replace(model: nn.Module, keep_training: bool) -> nn.Module:
+    for name, module in list(model.named_modules()):
+        if isinstance(module, SliceTrainableLinear):
+            model.set_submodule(name, module.merged() if keep_training else module.original())
+    return model
+
+
+def count_trained(model: nn.Module, selection: HeadSelection) -> TrainedParts:
+    """Count what trains in `model` after `train_only`, `train_everything` or LoRA, with `selection` as chosen.
+
+    Works by looking at the parameters themselves, not at what the strategy meant to do.
+    """
+    layout = selection.layout
+    in_slices = trained_slices = 0
+    for module in model.modules():
+        if isinstance(module, SliceTrainableLinear):
+            count = module.trained.numel() + (module.trained_bias.numel() if module.trained_bias is not None else 0)
+            in_slices += count
+            trained_slices += count if module.dim == 0 else 0
+    qkv_names = tuple(f"{layout.module_name(layer, p)}." for layer in range(layout.num_layers) for p in ("q", "k", "v"))
+    trained = total = qkv_trained = 0
+    for name, parameter in model.named_parameters():
+        total += parameter.numel()
+        if parameter.requires_grad:
+            trained += parameter.numel()
+            if name.removeprefix("base_model.model.").startswith(qkv_names):
+                qkv_trained += parameter.numel()
+    return TrainedParts(
+        trained=trained,
+        total=total - in_slices,
+        qkv_trained=qkv_trained,
+        qkv_total=layout.num_qkv_parameters,
+        chosen_heads=len(selection.heads),
+        total_heads=layout.num_heads,
+        moved_with_group=len(selection.moved_with_group),
+    )
