@@ -120,7 +120,7 @@ def _check_command_line(arguments: Sequence[str], config_name: str) -> None:
         options = get_args_parser().parse_args(list(arguments))
     except SystemExit as error:  # argparse has said what is wrong
         raise SystemExit(2 if error.code else 0) from None
-    if options.help or options.hydra_help or options.version or options.info or options.shell_completion:
+    if options.help or options.hydra_help or options.info or options.shell_completion:
         return
     folder = Path(options.config_path or conf_dir())
     parsed = _parse(options.overrides)

@@ -62,6 +62,11 @@ class WeightSource:
         return f"{self.name} has no weight {name!r}" + (f"; the nearest is {near[0]!r}" if near else "")
 
 
+def weight_names(folder: Path) -> list[str]:
+    """Names of all weights in a safetensors folder."""
+    return list(_files_by_weight(folder))
+
+
 def _files_by_weight(folder: Path) -> dict[str, Path]:
     if (folder / INDEX_FILE).is_file():
         weight_map: dict[str, str] = json.loads((folder / INDEX_FILE).read_text())["weight_map"]

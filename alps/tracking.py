@@ -1,0 +1,88 @@
+"""Weights & Biases: one run for each of ours; it never asks and never stops a training."""
+
+from __future__ import annotations
+
+import logging
+import netrc
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from alps.config import LoggerConfig
+
+log = logging.getLogger(__name__)
+
+
+def wandb_mode(wanted: str) -> str:
+    """online, offline or disabled. `auto` is what WANDB_MODE says, else online where a key is configured, else offline."""
+    if wanted != "auto":
+        return wanted
+    named = os.environ.get("WANDB_MODE", "")
+    if named in ("online", "offline", "disabled"):
+        return named
+    return "online" if _key_is_configured() else "offline"
+
+
+def _key_is_configured() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+class Tracker:
+    """A W&B run, or nothing at all where it is disabled or could not be started."""
+
+    def __init__(self, config: LoggerConfig, name: str, folder: Path, values: dict[str, Any]) -> None:
+        self.run: Any = None
+        self.mode = wandb_mode(config.wandb)
+        for mode in dict.fromkeys([self.mode, "offline"]) if self.mode != "disabled" else ():
+            try:
+                self.run = _start(config, name, folder, values, mode)
+                self.mode = mode
+                return
+            except Exception as error:  # whatever goes wrong there must not cost a training
+                log.warning("W&B could not be started %s (%s: %s)", mode, type(error).__name__, error)
+        self.mode = "disabled"
+
+    def loggers(self) -> list[Any]:
+        """For Lightning's Trainer."""
+        if self.run is None:
+            return []
+        from lightning.pytorch.loggers import WandbLogger
+
+        return [WandbLogger(experiment=self.run)]
+
+    def finish(self, summary: dict[str, Any], images: dict[str, Path], failed: bool) -> None:
+        """Write the summary and pictures and close the run, as failed where it did."""
+        if self.run is None:
+            return
+        try:
+            import wandb
+
+            self.run.summary.update(summary)
+            self.run.log({name: wandb.Image(str(path)) for name, path in images.items() if path.is_file()})
+            self.run.finish(exit_code=1 if failed else 0)
+        except Exception as error:
+            log.warning("W&B could not be finished (%s: %s)", type(error).__name__, error)
+
+
+def _start(config: LoggerConfig, name: str, folder: Path, values: dict[str, Any], mode: str) -> Any:
+    import wandb
+
+    return wandb.init(
+        project=config.project,
+        entity=config.entity,
+        group=config.group,
+        tags=config.tags or None,
+        name=name,
+        dir=str(folder),
+        config=values,
+        mode=mode,
+        reinit="finish_previous",
+        settings=wandb.Settings(init_timeout=60, console="off", silent=True),
+    )

@@ -1,0 +1,1 @@
+"""Fine-tuning: loss, optimizer, schedule, and the Lightning loop around them."""

@@ -1,0 +1,57 @@
+"""Write a tuned model as a plain Hugging Face folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def export(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Save a merged model and its tokenizer with the base's tensor names, safetensors only, ties kept.
+
+    Weights are cast to `dtype` on the way; those that did not train come out bit-identical to the base's, in the base's dtype.
+    Written under another name and renamed, so a folder that is there is whole.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    # .to() would change the model under the caller; a tied tensor must be cast once and stay one.
+    cast: dict[int, torch.Tensor] = {}
+    state = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            tensor = cast.setdefault(tensor.data_ptr(), tensor.to(dtype))
+        state[name] = tensor
+    original = model.config.dtype
+    model.config.dtype = dtype
+    try:
+        model.save_pretrained(partial, state_dict=state)
+    finally:
+        model.config.dtype = original
+    tokenizer.save_pretrained(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype of most of a folder's weights, as stored."""
+    from collections import Counter
+
+    from safetensors import safe_open
+
+    names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    sizes: Counter[str] = Counter()
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as reader:
+            for key in reader.keys():  # noqa: SIM118  not a dict
+                view = reader.get_slice(key)
+                size = 1
+                for length in view.get_shape():
+                    size *= length
+                sizes[view.get_dtype()] += size
+    known = [kind for kind, _ in sizes.most_common() if kind in names]
+    if not known:
+        raise ValueError(f"{folder} holds no safetensors weights in a floating dtype")
+    return getattr(torch, names[known[0]])

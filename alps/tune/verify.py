@@ -1,0 +1,51 @@
+"""Hold an exported model against its base: what was frozen must not have moved by a bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from alps.heads import HeadSelection
+from alps.heads.layout import PROJECTIONS
+from alps.localize.weights import WeightSource, weight_names
+
+
+def moved_outside(base: Path, tuned: Path, selection: HeadSelection, projections: list[str], also_train: str) -> list[str]:
+    """Names of weights with a difference outside what the selection opened, compared bit by bit; empty if frozen means frozen.
+
+    Both are safetensors folders of one dtype, read a tensor at a time. also_train="rest" confines the comparison to Q/K/V.
+    """
+    layout = selection.layout
+    places = {
+        f"{layout.module_name(layer, p)}.{kind}": (layer, p, kind)
+        for layer in range(layout.num_layers)
+        for p in PROJECTIONS
+        for kind in ("weight", "bias")
+    }
+    moved: list[str] = []
+    base_names, tuned_names = set(weight_names(base)), set(weight_names(tuned))
+    with WeightSource(base) as before, WeightSource(tuned) as after:
+        for name in sorted(base_names & tuned_names):
+            layer, projection, kind = places.get(name, (0, "", ""))
+            if also_train == "rest" and projection not in ("q", "k", "v"):
+                continue
+            old, new = before.read(name), after.read(name)
+            if old.dtype != new.dtype or old.shape != new.shape:
+                moved.append(f"{name} ({old.dtype} {tuple(old.shape)} became {new.dtype} {tuple(new.shape)})")
+                continue
+            differs = old.view(_BITS[old.element_size()]) != new.view(_BITS[new.element_size()])
+            if projection in projections and not (projection == "o" and kind == "bias"):
+                opened = selection.indices(layer, projection)  # type: ignore[arg-type]
+                differs[(slice(None), opened) if projection == "o" else (opened,)] = False
+            if differs.any():
+                moved.append(name)
+    # A tied tensor may be stored under one name or two; anything else missing is a fault.
+    return moved + [f"{name} (missing)" for name in sorted(base_names - tuned_names) if not _is_head(name)]
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _is_head(name: str) -> bool:
+    return name.endswith(("lm_head.weight", "embed_out.weight"))
