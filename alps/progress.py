@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable
 from typing import TypeVar
@@ -28,3 +29,14 @@ def progress(items: Iterable[T], what: str, unit: str, *, total: int | None = No
         ncols=None if terminal else 110,
         bar_format="{desc:<22} {n_fmt:>5}/{total_fmt} {bar:20} {elapsed} gone, {remaining} left{postfix}",
     )
+
+
+def quiet_libraries() -> None:
+    """Turn off the libraries' own progress bars and start-up notices: ours say what a person needs, once."""
+    import datasets
+    import transformers
+
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import warnings
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-import torch
 from datasets import Dataset
 from lightning.pytorch.loggers import CSVLogger, Logger
 from torch.utils.data import DataLoader
@@ -88,16 +86,3 @@ def fit(
         raise KeyboardInterrupt
     model.eval()
     return FitReport(num_steps, module.tokens_seen, module.tokens_seen / seconds, module.loss_curve)
-
-
-def quiet_lightning() -> None:
-    """Lightning's start-up notices say nothing a person here needs."""
-    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def set_threads(trainer: TrainerConfig) -> int:
-    """Use the threads that the config names, else the machine's cores; returns how many."""
-    if trainer.threads:
-        torch.set_num_threads(trainer.threads)
-    return torch.get_num_threads()

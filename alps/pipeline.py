@@ -1,0 +1,251 @@
+"""The stages of a run, in order: base evaluation, proxy and scores, selection, training, export, evaluation."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from alps.checks import ConfigError, fault
+from alps.config import RunConfig
+from alps.data.task_data import prepare_data
+from alps.data.tokenize import pad_id
+from alps.evaluate.metrics import Evaluation, Metric, paired_change
+from alps.evaluate.task import evaluate_task
+from alps.heads import HeadLayout, HeadSelection
+from alps.localize import HeadScores, score_heads
+from alps.localize.heatmap import plot_head_scores
+from alps.models import fingerprint, load_model, load_tokenizer, resolve_model
+from alps.progress import quiet_libraries
+from alps.recording import Recording, recording
+from alps.result import RunResult
+from alps.select import select_heads
+from alps.train.fit import FitReport, fit
+from alps.tune import close_after_training, count_trained, open_for_training
+from alps.tune.export import export, stored_dtype
+from alps.tune.verify import moved_outside
+
+log = logging.getLogger(__name__)
+
+
+def run(config: RunConfig) -> RunResult:
+    """The whole pipeline of one run; returns its record, also written to OUTPUT/result.json.
+
+    A stage whose product is in the folder already, made from the same inputs, is not done again. Raises ConfigError for what this
+    machine cannot do, else what went wrong, after writing a result.json with status failed (or interrupted).
+    """
+    if config.trainer.accelerator == "gpu" and not torch.cuda.is_available():
+        raise ConfigError(fault("trainer.accelerator", "gpu", "cpu (trainer=cpu)", why="PyTorch finds no GPU on this machine"))
+    if config.trainer.threads:
+        torch.set_num_threads(config.trainer.threads)
+    quiet_libraries()
+    with recording(config) as record:
+        pipeline = Pipeline(config, record)
+        base = pipeline.evaluate("base", pipeline.base_folder)
+        selection = pipeline.select(pipeline.localize())
+        tuned_folder = pipeline.train(selection)
+        tuned = pipeline.evaluate("tuned", tuned_folder)
+        _record_evaluations(record.result, base, tuned)
+    return record.result
+
+
+class Pipeline:
+    """One run's models and data, and a method for each stage. At most one model is in memory."""
+
+    def __init__(self, config: RunConfig, record: Recording) -> None:
+        self.config, self.record, self.folder = config, record, record.folder
+        self.cache = Path(config.paths.cache).expanduser()
+        self.device = "cuda" if config.trainer.accelerator == "gpu" else "cpu"
+        self.base_folder = resolve_model(config.model.path, self.cache, config.model.revision)
+        # An unsupported family is refused here, before its weights are read.
+        model_config = AutoConfig.from_pretrained(str(self.base_folder), trust_remote_code=False)
+        self.layout = HeadLayout.from_config(model_config)
+        self.tokenizer = load_tokenizer(self.base_folder)
+        self.data = prepare_data(config.data, self.tokenizer, self.cache)
+        log.info("data\n%s", self.data.describe())
+        self.base_fingerprint = fingerprint(self.base_folder)
+        self._base_model: Any = None
+        record.result.meta_info.base_fingerprint = self.base_fingerprint
+        record.result.meta_info.data_fingerprint = self.data.fingerprint
+
+    def evaluate(self, name: str, model_folder: Path) -> Evaluation:
+        """Measure the model of a folder; the tuned one is read back from its export, so what is measured is what was written."""
+        config = self.config
+        product = self.folder.path / "evaluation" / f"{name}.json"
+        how = {key: value for key, value in asdict(config.eval).items() if key != "suites"}
+        inputs = [fingerprint(model_folder), self.data.fingerprint, how, config.trainer.precision, asdict(config.model)]
+        with self.folder.stage(f"evaluate_{name}", product, inputs) as needed:
+            if needed:
+                model = self._take_base() if model_folder == self.base_folder else self._load(model_folder)
+                evaluation = evaluate_task(
+                    model,
+                    self.tokenizer,
+                    self.data,
+                    config.eval,
+                    answer=config.data.answer,
+                    with_examples=name == "base",
+                    precision=config.trainer.precision,
+                    show=config.callbacks.progress,
+                )
+                evaluation.save(product)
+        return Evaluation.load(product)
+
+    def localize(self) -> HeadScores | None:
+        """Scores of all heads from a given task model or a proxy's training; None where the selector looks at no scores."""
+        config, strategy, proxy = self.config, self.config.strategy, self.config.train.proxy
+        if strategy.selector != "spad":
+            return None
+        product = self.folder.path / "localize" / "scores.json"
+        scoring = {"representation": strategy.representation, "distance": strategy.distance, "temperature": strategy.temperature}
+        given = resolve_model(proxy.task_model, self.cache) if proxy.task_model else None
+        inputs: list[Any] = [self.base_fingerprint, scoring]
+        if given is not None:
+            name = str(proxy.task_model)
+            inputs += [fingerprint(given)]
+        else:
+            name = f"proxy: {proxy.tuner}, {proxy.num_steps} steps on {config.data.name}, seed {config.seed}"
+            # The proxy shares the recipe, but for what its own section sets.
+            recipe = {k: v for k, v in asdict(config.train).items() if k not in ("epochs", "num_steps", "learning_rate")}
+            inputs += [self.data.fingerprint, recipe, asdict(config.trainer), config.model.dtype, config.seed]
+        with self.folder.stage("localize", product, inputs) as needed:
+            if needed:
+                with self.folder.part("proxy training"):
+                    task = given if given is not None else self._train_proxy()
+                with self.folder.part("scoring"):
+                    names = (config.model.path, name)
+                    scores = score_heads(self.base_folder, task, self.layout, **scoring, names=names)
+                scores.save(product)
+                self._release()
+        return HeadScores.load(product)
+
+    def _train_proxy(self) -> nn.Module:
+        """A task model from a short training of the base, what was learned merged in."""
+        proxy = self.config.train.proxy
+        every_head = select_heads("all", self.layout, 1.0)
+        model = open_for_training(self._take_base(), proxy.tuner, every_head, lora=self.config.strategy.lora, also_train="nothing")
+        log.info("proxy %s", count_trained(model, every_head).describe())
+        self._fit(model, "proxy", self.folder.path / "localize", proxy.num_steps, proxy.learning_rate)
+        return close_after_training(model, proxy.tuner)
+
+    def select(self, scores: HeadScores | None) -> HeadSelection:
+        """The heads to train, with a picture where they were scored."""
+        config, folder = self.config, self.folder.path / "localize"
+        selection = select_heads(
+            config.strategy.selector, self.layout, config.strategy.ratio, scores=scores, seed=config.seed
+        )
+        selection.save(folder / "heads.json")
+        if scores is not None:
+            plot_head_scores(
+                scores.values_LH,
+                selection.heads,
+                title=f"{config.model.name} on {config.data.name}",
+                score_name=f"shift of the head's weights ({scores.representation}, {scores.distance})",
+                path=folder / "heatmap.png",
+                moved=selection.moved_with_group,
+            )
+        return selection
+
+    def train(self, selection: HeadSelection) -> Path:
+        """Train what the strategy says; returns the folder of the merged model, checked against the base where rows trained."""
+        config, strategy = self.config, self.config.strategy
+        product, report = self.folder.path / "model", self.folder.path / "train" / "report.json"
+        how = asdict(strategy) if strategy.tuner == "lora" else [strategy.tuner, strategy.also_train, strategy.projections]
+        recipe = {key: value for key, value in asdict(config.train).items() if key != "proxy"}
+        where = [asdict(config.trainer), config.model.dtype, asdict(config.export)]
+        inputs = [self.base_fingerprint, self.data.fingerprint, selection.hash, how, recipe, where, config.seed]
+        with self.folder.stage("train", product, inputs) as needed:
+            if needed:
+                model = open_for_training(
+                    self._take_base(),
+                    strategy.tuner,
+                    selection,
+                    also_train=strategy.also_train,
+                    projections=strategy.projections,
+                    lora=strategy.lora,
+                )
+                parts = count_trained(model, selection)
+                log.info("%s", parts.describe())
+                fitted = self._fit(model, "training", self.folder.path / "train")
+                identical = self._export(close_after_training(model, strategy.tuner), product, selection)
+                saved = {"parts": asdict(parts), "fit": asdict(fitted), "frozen_bit_identical": identical}
+                report.write_text(json.dumps(saved) + "\n")
+                self._release()
+        _record_training(self.record.result, selection, json.loads(report.read_text()))
+        return product
+
+    def _fit(
+        self, model: nn.Module, what: str, folder: Path, num_steps: int | None = None, learning_rate: float | None = None
+    ) -> FitReport:
+        config = self.config
+        return fit(
+            model,
+            self.data.train,
+            train=config.train,
+            trainer=config.trainer,
+            callbacks=config.callbacks,
+            seed=config.seed,
+            pad_id=pad_id(self.tokenizer),
+            folder=folder,
+            what=what,
+            num_steps=num_steps,
+            learning_rate=learning_rate,
+            # The proxy's curve would mix with the run's own.
+            loggers=() if what == "proxy" else self.record.tracker.loggers(),
+        )
+
+    def _export(self, model: nn.Module, folder: Path, selection: HeadSelection) -> bool | None:
+        """Write the model; whether its frozen weights equal the base's, None where nothing was frozen or the dtype changes."""
+        strategy, base_dtype = self.config.strategy, stored_dtype(self.base_folder)
+        dtype = base_dtype if self.config.export.dtype == "base" else getattr(torch, self.config.export.dtype)
+        export(model, self.tokenizer, folder, dtype)
+        if strategy.tuner != "rows" or dtype != base_dtype:
+            return None
+        moved = moved_outside(self.base_folder, folder, selection, strategy.projections, strategy.also_train)
+        if moved:
+            raise RuntimeError(f"a fault in alps: frozen weights differ from the base: {', '.join(moved[:5])}")
+        return True
+
+    def _load(self, folder: Path) -> Any:
+        self._release()
+        return load_model(folder, dtype=self.config.model.dtype, attention=self.config.model.attention, device=self.device)
+
+    def _take_base(self) -> Any:
+        """The base model, fresh or as evaluation left it. Whoever trains it calls `_release` afterwards."""
+        if self._base_model is None:
+            self._base_model = self._load(self.base_folder)
+        return self._base_model
+
+    def _release(self) -> None:
+        self._base_model = None
+        gc.collect()
+
+
+def _record_training(result: RunResult, selection: HeadSelection, saved: dict[str, Any]) -> None:
+    train, parts, fitted = result.train_info, saved["parts"], saved["fit"]
+    train.selection_hash = selection.hash
+    train.chosen_heads, train.total_heads = parts["chosen_heads"], parts["total_heads"]
+    train.moved_with_group = parts["moved_with_group"]
+    train.trained_parameters, train.total_parameters = parts["trained"], parts["total"]
+    train.qkv_share = parts["qkv_trained"] / parts["qkv_total"]
+    train.num_steps, train.tokens = fitted["num_steps"], fitted["num_tokens"]
+    train.tokens_per_s, train.loss_curve = fitted["tokens_per_s"], fitted["loss_curve"]
+    train.frozen_bit_identical = saved["frozen_bit_identical"]
+
+
+def _record_evaluations(result: RunResult, base: Evaluation, tuned: Evaluation) -> None:
+    def short(metric: Metric) -> dict[str, float]:
+        return {"value": metric.value, "stderr": metric.stderr, "n": metric.n}
+
+    info = result.eval_info
+    info.base = {name: short(metric) for name, metric in base.metrics.items()}
+    info.tuned = {name: short(metric) for name, metric in tuned.metrics.items()}
+    info.skipped = {**base.skipped, **tuned.skipped}
+    shared = [name for name in base.metrics if name in tuned.metrics]
+    info.change = {name: short(paired_change(base.metrics[name], tuned.metrics[name])) for name in shared}

@@ -1,0 +1,88 @@
+"""Keep the record of a run: result.json, provenance.json, config.yaml, W&B; whether it ends well or not."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from alps import provenance
+from alps.config import RunConfig
+from alps.result import EvalInfo, MetaInfo, RunInfo, RunResult, TrainInfo
+from alps.stages import RunFolder
+from alps.tracking import Tracker
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What the stages write to."""
+
+    folder: RunFolder
+    result: RunResult
+    tracker: Tracker
+
+
+@contextmanager
+def recording(config: RunConfig) -> Iterator[Recording]:
+    """Open the run's folder and records; on leaving, however that comes about, write result.json and close W&B."""
+    folder = RunFolder(Path(config.paths.output).expanduser().resolve())
+    strategy = config.strategy
+    result = RunResult(
+        RunInfo(config.name, command=provenance.command()),
+        TrainInfo(strategy.name, strategy.selector, strategy.tuner, strategy.also_train, _ratio_in_force(config)),
+        EvalInfo(suites_not_run=list(config.eval.suites)),
+        MetaInfo(
+            config.seed,
+            config.data.seed,
+            config.model.path,
+            git_sha=provenance.git_sha(),
+            versions=provenance.package_versions(),
+            device=provenance.device_name(config.trainer.accelerator),
+            precision=config.trainer.precision,
+        ),
+    )
+    OmegaConf.save(OmegaConf.structured(config), folder.path / "config.yaml")
+    (folder.path / "provenance.json").write_text(json.dumps(asdict(result.meta_info), indent=1) + "\n")
+    result.save(folder.path / "result.json")
+    tracker = Tracker(config.logger, config.name, folder.path, asdict(config))
+    started = time.perf_counter()
+    try:
+        yield Recording(folder, result, tracker)
+        result.run_info.status = "completed"
+    except BaseException as error:
+        result.run_info.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        result.run_info.error = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        result.run_info.wall_seconds = time.perf_counter() - started
+        for name, record in folder.records.items():
+            result.run_info.stage_seconds[name] = record.seconds
+            result.run_info.stage_parts[name] = record.parts
+            result.run_info.stage_peak_memory_bytes[name] = record.peak_memory_bytes
+        result.save(folder.path / "result.json")
+        images = {"heads": folder.path / "localize" / "heatmap.png"}
+        tracker.finish(_summary(result), images, failed=result.run_info.status != "completed")
+
+
+def _ratio_in_force(config: RunConfig) -> float:
+    """all and none have no budget; say so where one was asked for."""
+    fixed = {"all": 1.0, "none": 0.0}.get(config.strategy.selector)
+    if fixed is not None and config.strategy.ratio != fixed:
+        log.warning("strategy=%s has no budget: strategy.ratio=%g is not used", config.strategy.name, config.strategy.ratio)
+    return config.strategy.ratio if fixed is None else fixed
+
+
+def _summary(result: RunResult) -> dict[str, float]:
+    evaluation, train = result.eval_info, result.train_info
+    parts = {"base": evaluation.base, "tuned": evaluation.tuned, "change": evaluation.change}
+    summary = {f"{part}/{name}": metric["value"] for part, metrics in parts.items() for name, metric in metrics.items()}
+    summary |= {"qkv_share": train.qkv_share, "trained_parameters": float(train.trained_parameters)}
+    return summary | {"wall_seconds": result.run_info.wall_seconds}
