@@ -5,21 +5,23 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import hydra
-from hydra import compose, initialize_config_dir
-from hydra._internal.utils import get_args_parser
+from hydra import compose
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from hydra.initialize import get_gh_backup, restore_gh_from_backup
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -60,7 +62,7 @@ def compose_run(overrides: Sequence[str] = (), output: str | Path = "run") -> Ru
 
     For notebooks and tests. Raises ConfigError.
     """
-    with _hydra(conf_dir()) as loader:
+    with _config_loader(conf_dir()) as loader:
         parsed = _parse(overrides)
         _check_overrides(parsed, loader)
         return _compose(list(overrides), str(output))
@@ -96,23 +98,22 @@ def _exit_with(error: ConfigError) -> None:
     sys.exit(2)
 
 
-def output_folder() -> Path:
-    """The folder that Hydra made for the current job."""
-    return Path(HydraConfig.get().runtime.output_dir)
-
-
-class _hydra:  # noqa: N801  a context manager, named as it is used
-    """Hydra's compose API on one folder, leaving the global state as it was."""
-
-    def __init__(self, folder: Path, job_name: str = "run") -> None:
-        self._context = initialize_config_dir(str(folder), job_name=job_name, version_base="1.3")
-
-    def __enter__(self) -> ConfigLoader:
-        self._context.__enter__()
-        return cast(ConfigLoader, GlobalHydra.instance().config_loader())
-
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
+@contextmanager
+def _config_loader(folder: Path, extra: str | None = None) -> Iterator[ConfigLoader]:
+    """Hydra's compose API on a folder of configs, and a person's own one (--config-dir); the global state is put back after."""
+    search_path = create_config_search_path(str(folder))
+    if extra is not None:
+        if not Path(extra).is_dir():
+            raise ConfigError(fault("--config-dir", extra, "an existing folder"))
+        # As Hydra does it: behind our own folder, before the schema, which must be last.
+        search_path.prepend("command-line", f"file://{Path(extra).resolve()}", anchor="schema")
+    before = get_gh_backup()
+    GlobalHydra.instance().clear()
+    try:
+        yield Hydra.create_main_hydra2("run", search_path).config_loader
+    finally:
+        GlobalHydra.instance().clear()
+        restore_gh_from_backup(before)
 
 
 def _check_command_line(arguments: Sequence[str], config_name: str) -> None:
@@ -128,7 +129,7 @@ def _check_command_line(arguments: Sequence[str], config_name: str) -> None:
     if sweep and not options.multirun:
         swept = ", ".join(str(o.input_line) for o in parsed if o.is_sweep_override())
         raise ConfigError(f"{swept} names several values; add -m to sweep over them")
-    with _hydra(folder) as loader:
+    with _config_loader(folder, options.config_dir) as loader:
         _check_overrides(parsed, loader)
         for overrides in _jobs(parsed):
             _compose(overrides, "run", options.config_name or config_name)
@@ -176,7 +177,7 @@ def _check_overrides(parsed: Sequence[Override], loader: ConfigLoader) -> None:
             for value in values:
                 names = value if isinstance(value, list) else [value]
                 faults += [
-                    fault(key, name, ", ".join(options), nearest(name, options))
+                    fault(key, name, ", ".join(options), nearest(str(name), options))
                     for name in names
                     if name not in options and not isinstance(name, dict)
                 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import json
@@ -89,6 +90,13 @@ def fingerprint(folder: Path) -> str:
 
 
 def _sha256(file: Path) -> str:
+    status = file.stat()
+    return _sha256_of_state(file, status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=None)
+def _sha256_of_state(file: Path, size: int, changed_ns: int) -> str:
+    """Of large files, read once a process: size and time of change are there to tell states of a file apart."""
     with file.open("rb") as stream:
         digest = hashlib.sha256()
         while block := stream.read(1 << 22):

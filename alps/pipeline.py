@@ -71,6 +71,8 @@ class Pipeline:
         self.data = prepare_data(config.data, self.tokenizer, self.cache)
         log.info("data\n%s", self.data.describe())
         self.base_fingerprint = fingerprint(self.base_folder)
+        if (stored := stored_dtype(self.base_folder)).itemsize > getattr(torch, config.model.dtype).itemsize:
+            log.warning("the base is stored in %s and held in %s: all its weights are rounded", stored, config.model.dtype)
         self._base_model: Any = None
         record.result.meta_info.base_fingerprint = self.base_fingerprint
         record.result.meta_info.data_fingerprint = self.data.fingerprint
@@ -103,7 +105,7 @@ class Pipeline:
         if strategy.selector != "spad":
             return None
         product = self.folder.path / "localize" / "scores.json"
-        scoring = {"representation": strategy.representation, "distance": strategy.distance, "temperature": strategy.temperature}
+        scoring = [strategy.representation, strategy.distance, strategy.temperature]
         given = resolve_model(proxy.task_model, self.cache) if proxy.task_model else None
         inputs: list[Any] = [self.base_fingerprint, scoring]
         if given is not None:
@@ -120,7 +122,16 @@ class Pipeline:
                     task = given if given is not None else self._train_proxy()
                 with self.folder.part("scoring"):
                     names = (config.model.path, name)
-                    scores = score_heads(self.base_folder, task, self.layout, **scoring, names=names)
+                    scores = score_heads(
+                        self.base_folder,
+                        task,
+                        self.layout,
+                        representation=strategy.representation,
+                        distance=strategy.distance,
+                        temperature=strategy.temperature,
+                        names=names,
+                        show_progress=config.callbacks.progress,
+                    )
                 scores.save(product)
                 self._release()
         return HeadScores.load(product)
@@ -201,13 +212,16 @@ class Pipeline:
         )
 
     def _export(self, model: nn.Module, folder: Path, selection: HeadSelection) -> bool | None:
-        """Write the model; whether its frozen weights equal the base's, None where nothing was frozen or the dtype changes."""
-        strategy, base_dtype = self.config.strategy, stored_dtype(self.base_folder)
-        dtype = base_dtype if self.config.export.dtype == "base" else getattr(torch, self.config.export.dtype)
-        export(model, self.tokenizer, folder, dtype)
-        if strategy.tuner != "rows" or dtype != base_dtype:
+        """Write the model; whether its frozen weights are the base's to the bit, None where nothing was frozen.
+
+        That is after the casts that model.dtype and export.dtype ask for.
+        """
+        strategy, exported = self.config.strategy, self.config.export.dtype
+        export(model, self.tokenizer, folder, stored_dtype(self.base_folder) if exported == "base" else getattr(torch, exported))
+        if strategy.tuner != "rows":
             return None
-        moved = moved_outside(self.base_folder, folder, selection, strategy.projections, strategy.also_train)
+        in_memory = getattr(torch, self.config.model.dtype)
+        moved = moved_outside(self.base_folder, folder, selection, strategy.projections, strategy.also_train, in_memory)
         if moved:
             raise RuntimeError(f"a fault in alps: frozen weights differ from the base: {', '.join(moved[:5])}")
         return True

@@ -66,12 +66,15 @@ class Tracker:
 
             self.run.summary.update(summary)
             self.run.log({name: wandb.Image(str(path)) for name, path in images.items() if path.is_file()})
+            offline_folder = Path(self.run.dir).parent
             self.run.finish(exit_code=1 if failed else 0)
+            if self.mode == "offline":
+                log.info("W&B kept this run offline; to upload it: wandb sync %s", offline_folder)
         except Exception as error:
             log.warning("W&B could not be finished (%s: %s)", type(error).__name__, error)
 
 
-def _start(config: LoggerConfig, name: str, folder: Path, values: dict[str, Any], mode: str) -> Any:
+def _start(config: LoggerConfig, name: str, folder: Path, values: dict[str, Any], mode: Any) -> Any:
     import wandb
 
     return wandb.init(

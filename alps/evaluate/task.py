@@ -85,7 +85,7 @@ def _measure_answers(
         log.warning("%d of %d references hold no answer; they are left out", len(references) - len(checkable), len(references))
     prompts = [data.test["prompt"][i] for i in checkable]
     wanted = [references[i] for i in checkable]
-    limits = {"max_new_tokens": config.max_new_tokens, "batch_size": config.batch_size, "show": show}
+    limits: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "batch_size": config.batch_size, "show": show}
     replies = greedy_answers(model, tokenizer, prompts, **limits)
     verdicts = [float(read(reply) == reference) for reply, reference in zip(replies, wanted, strict=True)]
     metrics["exact_match"] = Metric.of(verdicts)

@@ -66,6 +66,9 @@ def fit(
         # Batches are made from lists in memory: worker processes would only cost.
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         warnings.filterwarnings("ignore", message=".*modules in eval mode.*")
+        # A stage that is done again replaces its own metrics.
+        warnings.filterwarnings("ignore", message=".*exists and is not empty.*")
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*")
         runner = lightning.Trainer(
             accelerator=trainer.accelerator,
             devices=1,

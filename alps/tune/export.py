@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,11 @@ def export(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None
         if tensor.is_floating_point():
             tensor = cast.setdefault(tensor.data_ptr(), tensor.to(dtype))
         state[name] = tensor
-    original = model.config.dtype
-    model.config.dtype = dtype
-    try:
-        model.save_pretrained(partial, state_dict=state)
-    finally:
-        model.config.dtype = original
+    model.save_pretrained(partial, state_dict=state)
+    # save_pretrained notes the dtype of the model in memory, not of what it was given to write.
+    config = json.loads((partial / "config.json").read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tokenizer.save_pretrained(partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

@@ -121,7 +121,7 @@ class SliceTrainableLinear(nn.Module):
         if self.bias is not None:
             bias = self.bias
             if self.trained_bias is not None:
-                bias = bias.index_copy(0, self.index, self.trained_bias.to(bias.dtype))
+                bias = nn.Parameter(bias.index_copy(0, self.index, self.trained_bias.to(bias.dtype)))
             linear.bias = nn.Parameter(bias.clone(), requires_grad=False)
         return linear
 

@@ -11,10 +11,19 @@ from alps.heads.layout import PROJECTIONS
 from alps.localize.weights import WeightSource, weight_names
 
 
-def moved_outside(base: Path, tuned: Path, selection: HeadSelection, projections: list[str], also_train: str) -> list[str]:
+def moved_outside(
+    base: Path,
+    tuned: Path,
+    selection: HeadSelection,
+    projections: list[str],
+    also_train: str,
+    in_memory: torch.dtype | None = None,
+) -> list[str]:
     """Names of weights with a difference outside what the selection opened, compared bit by bit; empty if frozen means frozen.
 
-    Both are safetensors folders of one dtype, read a tensor at a time. also_train="rest" confines the comparison to Q/K/V.
+    Both are safetensors folders, read a tensor at a time. also_train="rest" confines the comparison to Q/K/V. Without
+    `in_memory` a change of dtype counts as a difference; with it, the base's weights are compared after the same two casts that
+    the tuned model's went through: to the dtype they were held in, and to the one they were stored in.
     """
     layout = selection.layout
     places = {
@@ -31,6 +40,8 @@ def moved_outside(base: Path, tuned: Path, selection: HeadSelection, projections
             if also_train == "rest" and projection not in ("q", "k", "v"):
                 continue
             old, new = before.read(name), after.read(name)
+            if in_memory is not None:
+                old = old.to(in_memory).to(new.dtype)
             if old.dtype != new.dtype or old.shape != new.shape:
                 moved.append(f"{name} ({old.dtype} {tuple(old.shape)} became {new.dtype} {tuple(new.shape)})")
                 continue

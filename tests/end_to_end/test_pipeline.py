@@ -1,0 +1,169 @@
+"""The whole pipeline on model=tiny: its products, what is skipped the second time, and what is recorded when it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+import alps.pipeline
+from alps.compose import compose_run
+from alps.heads import HeadSelection
+from alps.localize import HeadScores
+from alps.models import byte_tokenizer
+from alps.pipeline import run
+from alps.result import RunResult
+
+QUICK = [
+    "model=tiny", "train.num_steps=2", "train.batch_size=4", "train.micro_batch_size=2", "train.proxy.num_steps=2",
+    "data.num_train=40", "data.num_validation=4", "data.num_test=8", "eval.max_new_tokens=3", "eval.num_shots=1",
+    "eval.general_text_tokens=300", "logger.wandb=disabled", "callbacks.progress=false",
+]  # fmt: skip
+
+
+def quick_run(output: Path, cache: Path, *overrides: str) -> RunResult:
+    return run(compose_run([*QUICK, f"paths.cache={cache}", *overrides], output=output))
+
+
+def test_products_of_a_run(tmp_path: Path, cache: Path, tiny: Path) -> None:
+    result = quick_run(tmp_path, cache)
+    for product in ("config.yaml", "provenance.json", "localize/scores.json", "localize/heads.json", "localize/heatmap.png",
+                    "train/metrics.csv", "model/model.safetensors", "evaluation/base.json", "evaluation/tuned.json", "result.json"):  # fmt: skip
+        assert (tmp_path / product).is_file(), product
+    assert RunResult.load(tmp_path / "result.json") == result
+    assert result.run_info.status == "completed"
+    assert list(result.run_info.stage_seconds) == ["evaluate_base", "localize", "train", "evaluate_tuned"]
+    assert set(result.run_info.stage_parts["localize"]) == {"proxy training", "scoring"}
+    assert all(memory > 0 for memory in result.run_info.stage_peak_memory_bytes.values())
+    assert set(result.eval_info.base) == {"response_loss", "exact_match", "few_shot_last_number", "general_text_loss"}
+    assert set(result.eval_info.tuned) == {"response_loss", "exact_match", "general_text_loss"}
+    change, base, tuned = (part["response_loss"] for part in (result.eval_info.change, result.eval_info.base, result.eval_info.tuned))
+    assert change["value"] == pytest.approx(tuned["value"] - base["value"])
+    assert change["n"] == 8
+
+    selection = HeadSelection.load(tmp_path / "localize" / "heads.json")
+    scores = HeadScores.load(tmp_path / "localize" / "scores.json")
+    ranked = sorted(selection.layout.heads(), key=lambda head: -scores.values_LH[head])
+    assert set(selection.heads) == set(ranked[:4])  # ceil of a tenth of 32
+
+    before, after = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (tiny, tmp_path / "model"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    opened = {f"model.layers.{layer}.self_attn.{p}_proj.weight" for layer, _ in selection.heads for p in "qkv"}
+    assert changed == opened
+
+
+def test_finished_stages_are_skipped_and_only_what_depends_on_a_change_is_done_again(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[str] = []
+    real_fit = alps.pipeline.fit
+
+    def counting_fit(*arguments: Any, **options: Any) -> Any:
+        trained.append(options["what"])
+        return real_fit(*arguments, **options)
+
+    monkeypatch.setattr(alps.pipeline, "fit", counting_fit)
+    first = quick_run(tmp_path, cache)
+    assert trained == ["proxy", "training"]
+    again = quick_run(tmp_path, cache)
+    assert trained == ["proxy", "training"], "nothing changed, so nothing is trained again"
+    assert again.eval_info == first.eval_info
+    assert again.train_info == first.train_info
+
+    quick_run(tmp_path, cache, "train.learning_rate=0.02")
+    assert trained == ["proxy", "training", "training"], "the proxy has a learning rate of its own"
+    quick_run(tmp_path, cache, "train.learning_rate=0.02", "train.proxy.num_steps=3")
+    assert trained[3] == "proxy"
+    quick_run(tmp_path, cache, "train.learning_rate=0.02", "train.proxy.num_steps=3", "seed=1")
+    assert trained[-2:] == ["proxy", "training"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["strategy=random"], ["strategy=layer_consistent"], ["strategy=no_attn"], ["strategy=full"], ["strategy=lora", "strategy.lora.rank=4"],
+        ["train.proxy.tuner=lora"], ["train.proxy.tuner=full"], ["strategy.also_train=rest"], ["strategy.projections=[q,o]"],
+        ["model.dtype=bfloat16", "trainer.precision=bf16-mixed"], ["export.dtype=bfloat16"], ["model.attention=eager"],
+    ],
+    ids=lambda overrides: " ".join(overrides),
+)  # fmt: skip
+def test_every_way_of_training_runs_through(overrides: list[str], tmp_path: Path, cache: Path) -> None:
+    result = quick_run(tmp_path, cache, *overrides)
+    assert result.run_info.status == "completed"
+    assert result.train_info.trained_parameters > 0
+    logits = AutoModelForCausalLM.from_pretrained(tmp_path / "model")(torch.tensor([[5, 6, 7]])).logits
+    assert torch.isfinite(logits).all()
+
+
+def test_a_given_task_model_takes_the_place_of_the_proxy(tmp_path: Path, cache: Path) -> None:
+    quick_run(tmp_path / "first", cache, "strategy=full", "train.learning_rate=0.01")
+    task = tmp_path / "first" / "model"
+    result = quick_run(tmp_path / "second", cache, f"train.proxy.task_model={task}")
+    assert result.run_info.status == "completed"
+    assert HeadScores.load(tmp_path / "second" / "localize" / "scores.json").task == str(task)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_the_same_test_rows(tmp_path: Path, cache: Path) -> None:
+    one, two = (quick_run(tmp_path / name, cache, "train.num_steps=4") for name in ("a", "b"))
+    assert one.train_info.loss_curve == two.train_info.loss_curve
+    assert one.eval_info == two.eval_info
+    three = quick_run(tmp_path / "c", cache, "train.num_steps=4", "seed=7")
+    assert three.train_info.loss_curve != one.train_info.loss_curve
+    assert three.eval_info.base == one.eval_info.base
+
+
+def test_a_failed_run_says_so_in_its_record(tmp_path: Path, cache: Path) -> None:
+    with pytest.raises(FloatingPointError, match="learning_rate"):
+        quick_run(tmp_path, cache, "train.learning_rate=1e30", "train.num_steps=6", "train.clip_norm=0", "strategy=full")
+    result = RunResult.load(tmp_path / "result.json")
+    assert result.run_info.status == "failed"
+    assert "learning_rate" in str(result.run_info.error)
+    assert "evaluate_base" in result.run_info.stage_seconds
+    assert "train" not in result.run_info.stage_seconds
+    assert not (tmp_path / "model").exists()
+
+
+def test_an_unsupported_family_is_refused_before_its_weights_are_read(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = byte_tokenizer()
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=len(tokenizer))
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    monkeypatch.setattr(alps.pipeline, "load_model", lambda *a, **k: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match="'gpt2' is not supported.*llama"):
+        quick_run(tmp_path / "run", cache, f"model.path={tmp_path / 'gpt2'}")
+
+
+def test_a_killed_run_goes_on_after_its_last_finished_stage(tmp_path: Path, cache: Path) -> None:
+    command = [sys.executable, "-m", "alps.run", *QUICK, f"paths.cache={cache}", f"hydra.run.dir={tmp_path}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # Long enough to be caught in training.
+    process = subprocess.Popen([*command, "train.num_steps=100000"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "localize" / "heads.json").exists():
+        assert process.poll() is None, "the run ended by itself"
+        assert time.monotonic() < deadline, "localize did not finish"
+        time.sleep(0.1)
+    time.sleep(1)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "model").exists()
+    scored_at = (tmp_path / "localize" / "scores.json").stat().st_mtime_ns
+    assert RunResult.load(tmp_path / "result.json").run_info.status == "running"
+
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert (tmp_path / "localize" / "scores.json").stat().st_mtime_ns == scored_at, "the proxy was trained again"
+    assert json.loads((tmp_path / "result.json").read_text())["run_info"]["status"] == "completed"
+    assert "base" in finished.stdout
+    assert "tuned" in finished.stdout
