@@ -7,10 +7,11 @@ import hashlib
 import importlib.util
 import json
 import logging
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from alps.files import whole_folder
 
 log = logging.getLogger(__name__)
 
@@ -109,14 +110,10 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 
 def _make_whole(folder: Path, make: Callable[[Path], None]) -> None:
-    """Make a folder under another name and rename it, so that a killed conversion leaves nothing half-done behind."""
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    make(partial)
-    (partial / "complete.json").write_text(json.dumps(_checksums(partial), indent=1))
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    """Make a model's folder, with the checksums of its files."""
+    with whole_folder(folder) as partial:
+        make(partial)
+        (partial / "complete.json").write_text(json.dumps(_checksums(partial), indent=1))
 
 
 def _from_hub(path: str, revision: str | None) -> Path:

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from alps.files import write_whole
+
 SCHEMA_VERSION = 1
 
 
@@ -83,10 +85,7 @@ class RunResult:
 
     def save(self, path: Path) -> None:
         """Write result.json, whole or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        partial.rename(path)
+        write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> RunResult:

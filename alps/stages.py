@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from alps.files import write_whole
+
 log = logging.getLogger(__name__)
 
 
@@ -77,9 +79,7 @@ class RunFolder:
             self._current.parts[name] = time.perf_counter() - started
 
     def _save(self) -> None:
-        partial = self._file.with_suffix(".partial")
-        partial.write_text(json.dumps({name: asdict(record) for name, record in self.records.items()}, indent=1))
-        partial.rename(self._file)
+        write_whole(self._file, json.dumps({name: asdict(record) for name, record in self.records.items()}, indent=1))
 
 
 def peak_memory_bytes() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from alps.config import DataConfig
 from alps.data.rows import GENERATED, Columns, EmptyResponseError, is_local, load_rows, to_messages, word_problem_rows
 from alps.data.templates import TEMPLATES
 from alps.data.tokenize import encode_segments
+from alps.files import whole_folder
 from alps.progress import progress
 
 log = logging.getLogger(__name__)
@@ -121,15 +121,12 @@ def _cache_key(config: DataConfig, tokenizer: Any, rows: dict[str, Dataset]) -> 
 
 
 def _tokenise_into(folder: Path, rows: dict[str, Dataset], config: DataConfig, tokenizer: Any) -> None:
-    temporary = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    reports: dict[str, SplitReport] = {}
-    for split in SPLITS:
-        dataset, reports[split] = _tokenise(rows[split], split, config, tokenizer)
-        dataset.save_to_disk(str(temporary / split))
-    (temporary / "reports.json").write_text(json.dumps({split: asdict(report) for split, report in reports.items()}))
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
+    with whole_folder(folder) as partial:
+        reports: dict[str, SplitReport] = {}
+        for split in SPLITS:
+            dataset, reports[split] = _tokenise(rows[split], split, config, tokenizer)
+            dataset.save_to_disk(str(partial / split))
+        (partial / "reports.json").write_text(json.dumps({split: asdict(report) for split, report in reports.items()}))
 
 
 def _tokenise(rows: Dataset, split: str, config: DataConfig, tokenizer: Any) -> tuple[Dataset, SplitReport]:

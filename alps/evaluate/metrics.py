@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from alps.files import write_whole
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -49,10 +51,7 @@ class Evaluation:
 
     def save(self, path: Path) -> None:
         """Write evaluation/NAME.json, per-item values included."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        partial.rename(path)
+        write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Evaluation:

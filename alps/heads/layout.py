@@ -17,8 +17,8 @@ PROJECTIONS: tuple[Projection, ...] = ("q", "k", "v", "o")
 Head = tuple[int, int]
 """(layer, query head), both counted from 0."""
 
-# Hugging Face `model_type`s whose decoder has separate q/k/v/o projections with contiguous heads. Each one is checked by
-# tests/heads/test_families.py: perturbing the rows named here changes exactly that head's output in the real module.
+# Hugging Face `model_type`s whose decoder has separate q/k/v/o projections with contiguous heads. Each one is checked
+# by tests/heads/test_families.py: perturbing a head's rows changes exactly that head's output in the real module.
 SUPPORTED_FAMILIES: tuple[str, ...] = (
     "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
     "granite", "granitemoe", "helium", "hunyuan_v1_dense", "llama", "ministral", "mistral", "mixtral", "nemotron",
@@ -33,9 +33,9 @@ _OUTPUT_NAMES = ("o_proj", "out_proj", "dense")
 class HeadLayout:
     """The position of every head of one decoder.
 
-    Shapes (docs/notation.md): L layers, H query heads, K key/value heads, G = H/K query heads to a key/value head, E head
-    width, D model width. Query head h of a layer owns rows [h*E, (h+1)*E) of q and columns [h*E, (h+1)*E) of o; it shares
-    rows [g*E, (g+1)*E) of k and of v, with g = h // G, with the other query heads of its group.
+    Shapes (docs/notation.md): L layers, H query heads, K key/value heads, G = H/K query heads to a key/value head,
+    E head width, D model width. Query head h of a layer owns rows [h*E, (h+1)*E) of q and columns [h*E, (h+1)*E) of o;
+    it shares rows [g*E, (g+1)*E) of k and of v, with g = h // G, with the other query heads of its group.
     """
 
     family: str
@@ -52,8 +52,8 @@ class HeadLayout:
     def from_model(cls, model: nn.Module) -> HeadLayout:
         """Read the layout off a Hugging Face causal language model.
 
-        Raises ValueError, naming the supported families, for a family that is unknown, fuses its projections, or shapes them
-        unlike its config says.
+        Raises ValueError, naming the supported families, for a family that is unknown, fuses its projections, or shapes
+        them unlike its config says.
         """
         from torch import nn
 
@@ -91,19 +91,26 @@ class HeadLayout:
             module_names=tuple((p, f"{pattern}.{attributes[p]}") for p in PROJECTIONS),
             biased=tuple(p for p in PROJECTIONS if getattr(first, attributes[p]).bias is not None),
         )
-        if remainder or num_query_heads % num_kv_heads or o.shape[1] != q.shape[0] or k.shape[0] != num_kv_heads * head_width:
+        if (
+            remainder
+            or num_query_heads % num_kv_heads
+            or o.shape[1] != q.shape[0]
+            or k.shape[0] != num_kv_heads * head_width
+        ):
             raise ValueError(
                 _unsupported(
                     family,
-                    f"q {tuple(q.shape)}, k {tuple(k.shape)} and o {tuple(o.shape)} do not divide into {num_query_heads} query "
-                    f"and {num_kv_heads} key/value heads",
+                    f"q {tuple(q.shape)}, k {tuple(k.shape)} and o {tuple(o.shape)} do not divide into "
+                    f"{num_query_heads} query and {num_kv_heads} key/value heads",
                 )
             )
         for name, module in found:
             for projection in PROJECTIONS:
                 shape = tuple(getattr(module, attributes[projection]).weight.shape)
                 if shape != layout.shape(projection):
-                    raise ValueError(_unsupported(family, f"{name}: {projection} is {shape}, not {layout.shape(projection)}"))
+                    raise ValueError(
+                        _unsupported(family, f"{name}: {projection} is {shape}, not {layout.shape(projection)}")
+                    )
         return layout
 
     @classmethod
@@ -128,6 +135,13 @@ class HeadLayout:
         """G, query heads that share one key/value head (1 without grouped-query attention)."""
         return self.num_query_heads // self.num_kv_heads
 
+    def __str__(self) -> str:
+        bias = f", bias on {', '.join(self.biased)}" if self.biased else ""
+        return (
+            f"{self.family} (L{self.num_layers} H{self.num_query_heads} K{self.num_kv_heads} E{self.head_width} "
+            f"D{self.model_width}{bias})"
+        )
+
     def heads(self) -> Iterator[Head]:
         """All (layer, query head), in order."""
         return ((layer, head) for layer in range(self.num_layers) for head in range(self.num_query_heads))
@@ -137,7 +151,8 @@ class HeadLayout:
         layer, index = head
         if not (0 <= layer < self.num_layers and 0 <= index < self.num_query_heads):
             raise ValueError(
-                f"head {head} is outside the model: layers 0 to {self.num_layers - 1}, query heads 0 to {self.num_query_heads - 1}"
+                f"head {head} is outside the model: layers 0 to {self.num_layers - 1}, "
+                f"query heads 0 to {self.num_query_heads - 1}"
             )
 
     def group(self, query_head: int) -> int:
@@ -178,12 +193,24 @@ class HeadLayout:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> HeadLayout:
-        """Inverse of `to_json`. Raises ValueError for missing or unknown fields."""
+        """Inverse of `to_json`. Raises ValueError for missing or unknown fields and for values no layout can have."""
         expected = set(cls.__dataclass_fields__)
-        if set(data) != expected:
-            raise ValueError(f"a layout has the fields {sorted(expected)}; found {sorted(data)}")
-        names = tuple((projection, data["module_names"][projection]) for projection in PROJECTIONS)
-        return cls(**{**data, "module_names": names, "biased": tuple(data["biased"])})
+        if not isinstance(data, dict) or set(data) != expected:
+            found = sorted(data) if isinstance(data, dict) else data
+            raise ValueError(f"a layout has the fields {sorted(expected)}; found {found}")
+        for field in ("num_layers", "num_query_heads", "num_kv_heads", "head_width", "model_width"):
+            if type(data[field]) is not int or data[field] < 1:
+                raise ValueError(f"a layout's {field} is a whole number from 1; found {data[field]!r}")
+        if data["num_query_heads"] % data["num_kv_heads"]:
+            raise ValueError(
+                f"{data['num_query_heads']} query heads do not divide into {data['num_kv_heads']} key/value heads"
+            )
+        names, biased = data["module_names"], data["biased"]
+        if not isinstance(names, dict) or set(names) != set(PROJECTIONS):
+            raise ValueError(f"a layout's module_names has the keys {', '.join(PROJECTIONS)}; found {names!r}")
+        if not isinstance(biased, list) or not all(projection in PROJECTIONS for projection in biased):
+            raise ValueError(f"a layout's biased is a list of some of {', '.join(PROJECTIONS)}; found {biased!r}")
+        return cls(**{**data, "module_names": tuple((p, names[p]) for p in PROJECTIONS), "biased": tuple(biased)})
 
     @property
     def fingerprint(self) -> str:

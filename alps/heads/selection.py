@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -17,10 +18,13 @@ from alps.heads.layout import Head, HeadLayout, Projection
 def num_heads_for(ratio: float, num_heads: int) -> int:
     """ceil(ratio * num_heads) in exact decimals: 0.07 of 100 heads is 7, where binary floats would say 8.
 
-    Raises ValueError for a ratio outside [0, 1].
+    Raises ValueError for a ratio outside [0, 1], NaN, and text.
     """
     try:
-        exact = Decimal(repr(ratio) if isinstance(ratio, float) else str(ratio))
+        # float() first: the repr of a numpy float is no number.
+        exact = Decimal(repr(float(ratio)) if isinstance(ratio, float) else str(ratio))
+        if isinstance(ratio, str):
+            raise InvalidOperation
     except InvalidOperation as error:
         raise ValueError(f"ratio must be a number from 0 to 1; found {ratio!r}") from error
     if not exact.is_finite() or not 0 <= exact <= 1:
@@ -32,8 +36,8 @@ def num_heads_for(ratio: float, num_heads: int) -> int:
 class HeadSelection:
     """A set of query heads of one layout, with where it came from.
 
-    `heads` is sorted and unique. `method` is the selector (spad, random, ...); `representation` and `distance` say how heads
-    were scored, None where scores played no part; `base` and `task` name the two models.
+    `heads` is sorted and unique. `method` is the selector (spad, random, ...); `representation` and `distance` say how
+    heads were scored, None where scores played no part; `base` and `task` name the two models.
     """
 
     layout: HeadLayout
@@ -46,7 +50,11 @@ class HeadSelection:
     task: str | None = None
 
     def __post_init__(self) -> None:
-        heads = tuple(sorted({(int(layer), int(head)) for layer, head in self.heads}))
+        try:
+            # Not int(): it would round 1.7 down to another head.
+            heads = tuple(sorted({(operator.index(layer), operator.index(head)) for layer, head in self.heads}))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"a head is a pair (layer, query head) of whole numbers: {error}") from error
         for head in heads:
             self.layout.check_head(head)
         object.__setattr__(self, "heads", heads)
@@ -63,13 +71,16 @@ class HeadSelection:
         """Heads that were not chosen but share the K/V head of a chosen one, so training moves them too."""
         chosen, groups = set(self.heads), set(self.groups)
         return tuple(
-            head for head in self.layout.heads() if head not in chosen and (head[0], self.layout.group(head[1])) in groups
+            head
+            for head in self.layout.heads()
+            if head not in chosen and (head[0], self.layout.group(head[1])) in groups
         )
 
     def indices(self, layer: int, projection: Projection) -> list[int]:
         """Sorted rows of q, k or v (columns of o) that the selection opens in `layer`; empty if none."""
         slices = {
-            (s.start, s.stop) for s in (self.layout.slice_of(projection, head) for lay, head in self.heads if lay == layer)
+            (s.start, s.stop)
+            for s in (self.layout.slice_of(projection, head) for lay, head in self.heads if lay == layer)
         }
         return [index for start, stop in sorted(slices) for index in range(start, stop)]
 
@@ -91,10 +102,7 @@ class HeadSelection:
 
     def _combine(self, other: HeadSelection, heads: Iterable[Head], name: str) -> HeadSelection:
         if self.layout != other.layout:
-            raise ValueError(
-                f"selections of different layouts cannot be combined: {self.layout.family} L{self.layout.num_layers} "
-                f"H{self.layout.num_query_heads} and {other.layout.family} L{other.layout.num_layers} H{other.layout.num_query_heads}"
-            )
+            raise ValueError(f"selections of different layouts cannot be combined: {self.layout} and {other.layout}")
         return HeadSelection(self.layout, tuple(heads), method=f"({self.method} {name} {other.method})", base=self.base)
 
     def __or__(self, other: HeadSelection) -> HeadSelection:
@@ -149,7 +157,7 @@ class HeadSelection:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a heads.json: {type(error).__name__}: {error}") from error
         if data.get("hash") != selection.hash:
-            raise ValueError(f"{path} was changed by hand: its hash is {data.get('hash')!r}, its heads give {selection.hash!r}")
+            raise ValueError(
+                f"{path} was changed by hand: its hash is {data.get('hash')!r}, its heads give {selection.hash!r}"
+            )
         return selection
-
-

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from alps.localize.representation import REPRESENTATIONS
 from alps.localize.weights import WeightSource
 from alps.progress import progress
 
+T = TypeVar("T")
 _READ: tuple[Projection, ...] = ("q", "k", "v")
 
 
@@ -25,16 +28,25 @@ _READ: tuple[Projection, ...] = ("q", "k", "v")
 class HeadScores:
     """One score a head, with everything needed to make it again: the content of scores.json.
 
-    `values_LH` is float64 [L, H]; larger means the head's weights moved more.
+    `values_LH` is float64 [L, H]; larger means the head's weights moved more. Raises ValueError for another shape and
+    for NaN or Inf, which no ranking could place.
     """
 
     layout: HeadLayout
-    values_LH: np.ndarray
+    values_LH: np.ndarray  # noqa: N815  (shapes in names)
     representation: str
     distance: str
     temperature: float
     base: str
     task: str
+
+    def __post_init__(self) -> None:
+        if self.values_LH.shape != (self.layout.num_layers, self.layout.num_query_heads):
+            raise ValueError(f"scores have the shape {self.values_LH.shape}, which is not that of {self.layout}")
+        for layer, head in np.argwhere(~np.isfinite(self.values_LH))[:1]:
+            raise ValueError(
+                f"the score of layer {layer}, head {head} is {self.values_LH[layer, head]}; allowed: finite numbers"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """The content of scores.json; floats with all their digits."""
@@ -59,11 +71,8 @@ class HeadScores:
         try:
             data = json.loads(path.read_text())
             layout = HeadLayout.from_json(data.pop("layout"))
-            values_LH = np.asarray(data.pop("scores"), dtype=np.float64)
-            if values_LH.shape != (layout.num_layers, layout.num_query_heads):
-                raise ValueError(f"scores have the shape {values_LH.shape}")
-            return cls(layout=layout, values_LH=values_LH, **data)
-        except (KeyError, TypeError, ValueError) as error:
+            return cls(layout=layout, values_LH=np.asarray(data.pop("scores"), dtype=np.float64), **data)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a scores.json: {type(error).__name__}: {error}") from error
 
 
@@ -80,14 +89,18 @@ def score_heads(
 ) -> HeadScores:
     """Score each of the L*H heads of two models of one architecture (arXiv 2505.18799).
 
-    `base` and `task` are safetensors folders or Hugging Face models, in any mix and any floating dtype; only q, k and v are
-    read, a layer at a time. `names` (base, task) is what the scores call the two. Everything is computed in float64.
+    `base` and `task` are safetensors folders or Hugging Face models, in any mix and any unquantised dtype; only q, k
+    and v are read, a layer at a time. `names` (base, task) is what the scores call the two. Everything is computed in
+    float64.
 
-    Raises ValueError for an unknown representation or distance, for a tensor of the wrong shape or with NaN or Inf (named),
-    and where no weight differs at all: then any choice of heads would be arbitrary.
+    Raises ValueError for an unknown representation or distance, a temperature that is not above 0, a tensor that is
+    missing, of the wrong shape, quantised, or with NaN or Inf (named), and where no weight differs at all: then any
+    choice of heads would be arbitrary.
     """
     represent = _named(REPRESENTATIONS, representation, "representation")
     measure = _named(DISTANCES, distance, "distance")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be above 0; found {temperature}")
     values_LH = np.zeros((layout.num_layers, layout.num_query_heads))
     with WeightSource(base) as base_source, WeightSource(task) as task_source, torch.inference_mode():
         labels = tuple(names) if names else (base_source.name, task_source.name)
@@ -96,13 +109,17 @@ def score_heads(
             base_layer, task_layer = (_read_layer(source, layout, layer) for source in (base_source, task_source))
             any_difference |= any(not torch.equal(base_layer[p].double(), task_layer[p].double()) for p in _READ)
             for head in range(layout.num_query_heads):
-                pair = (represent(weights, layout, head) for weights in (base_layer, task_layer))
-                values_LH[layer, head] = measure(*pair, temperature).item()
+                base_n, task_n = (represent(weights, layout, head) for weights in (base_layer, task_layer))
+                values_LH[layer, head] = measure(base_n, task_n, temperature).item()
     if not any_difference:
-        raise ValueError(f"{labels[0]} and {labels[1]} have the same Q, K and V weights: nothing differs, so no head can be ranked")
+        raise ValueError(
+            f"{labels[0]} and {labels[1]} have the same Q, K and V weights: nothing differs, so no head can be ranked"
+        )
     if not np.isfinite(values_LH).all():
         layer, head = (int(i) for i in np.argwhere(~np.isfinite(values_LH))[0])
-        raise ValueError(f"the score of layer {layer}, head {head} is {values_LH[layer, head]}: the weights overflow softmax")
+        raise ValueError(
+            f"the score of layer {layer}, head {head} is {values_LH[layer, head]}: the weights overflow softmax"
+        )
     return HeadScores(layout, values_LH, representation, distance, temperature, labels[0], labels[1])
 
 
@@ -112,14 +129,24 @@ def _read_layer(source: WeightSource, layout: HeadLayout, layer: int) -> dict[Pr
         name = f"{layout.module_name(layer, projection)}.weight"
         weight = source.read(name)
         if tuple(weight.shape) != layout.shape(projection):
-            raise ValueError(f"{source.name}: {name} has the shape {tuple(weight.shape)}; expected {layout.shape(projection)}")
+            raise ValueError(
+                f"{source.name}: {name} has the shape {tuple(weight.shape)}; expected {layout.shape(projection)}"
+            )
+        # Quantised weights mean nothing without their scales.
+        if not weight.is_floating_point() or weight.itemsize < 2:
+            raise ValueError(
+                f"{source.name}: {name} is stored as {weight.dtype}; only unquantised weights can be compared"
+            )
         if not torch.isfinite(weight).all():
             raise ValueError(f"{source.name}: {name} holds NaN or Inf")
         weights[projection] = weight
     return weights
 
 
-def _named(table: dict[str, Any], name: str, what: str) -> Any:
+def _named(table: dict[str, T], name: str, what: str) -> T:
     if name not in table:
-        raise ValueError(f"unknown {what} {name!r}; allowed: {', '.join(table)}")
+        near = difflib.get_close_matches(name, table, n=1)
+        raise ValueError(
+            f"unknown {what} {name!r}; allowed: {', '.join(table)}" + (f"; nearest: {near[0]}" if near else "")
+        )
     return table[name]

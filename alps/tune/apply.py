@@ -113,12 +113,10 @@ def count_trained(model: nn.Module, selection: HeadSelection) -> TrainedParts:
     Works by looking at the parameters themselves, not at what the strategy meant to do.
     """
     layout = selection.layout
-    in_slices = trained_slices = 0
+    in_slices = 0
     for module in model.modules():
         if isinstance(module, SliceTrainableLinear):
-            count = module.trained.numel() + (module.trained_bias.numel() if module.trained_bias is not None else 0)
-            in_slices += count
-            trained_slices += count if module.dim == 0 else 0
+            in_slices += module.trained.numel() + (module.trained_bias.numel() if module.trained_bias is not None else 0)
     qkv_names = tuple(f"{layout.module_name(layer, p)}." for layer in range(layout.num_layers) for p in ("q", "k", "v"))
     trained = total = qkv_trained = 0
     for name, parameter in model.named_parameters():

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from alps.files import whole_folder
 
 
 def export(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
     """Save a merged model and its tokenizer with the base's tensor names, safetensors only, ties kept.
 
     Weights are cast to `dtype` on the way; those that did not train come out bit-identical to the base's, in the base's dtype.
-    Written under another name and renamed, so a folder that is there is whole.
+    A folder that is there is whole.
     """
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
     # .to() would change the model under the caller; a tied tensor must be cast once and stay one.
     cast: dict[int, torch.Tensor] = {}
     state = {}
@@ -25,14 +24,13 @@ def export(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None
         if tensor.is_floating_point():
             tensor = cast.setdefault(tensor.data_ptr(), tensor.to(dtype))
         state[name] = tensor
-    model.save_pretrained(partial, state_dict=state)
-    # save_pretrained notes the dtype of the model in memory, not of what it was given to write.
-    config = json.loads((partial / "config.json").read_text())
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    tokenizer.save_pretrained(partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    with whole_folder(folder) as partial:
+        model.save_pretrained(partial, state_dict=state)
+        # save_pretrained notes the dtype of the model in memory, not of what it was given to write.
+        config = json.loads((partial / "config.json").read_text())
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        tokenizer.save_pretrained(partial)
 
 
 def stored_dtype(folder: Path) -> torch.dtype:

@@ -22,9 +22,11 @@ def open_for_training(
     also_train: str = "nothing",
     projections: list[str] | None = None,
     lora: LoraConfig | None = None,
+    seed: int = 0,
 ) -> nn.Module:
     """Make `model` train what the tuner says: rows of the selected heads, adapters on all, or everything.
 
+    `seed` is of the adapters' random start; nothing else is random.
     Raises ValueError for an unknown tuner or one that would train nothing.
     """
     opened = cast(list[Projection], projections or ["q", "k", "v"])
@@ -34,7 +36,7 @@ def open_for_training(
         return train_everything(model)
     if tuner == "lora":
         lora = lora or LoraConfig()
-        return add_lora(model, rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, projections=opened)
+        return add_lora(model, rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, projections=opened, seed=seed)
     raise ValueError(f"unknown tuner {tuner!r}; allowed: {', '.join(TUNERS)}")
 
 
