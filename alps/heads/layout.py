@@ -91,12 +91,7 @@ class HeadLayout:
             module_names=tuple((p, f"{pattern}.{attributes[p]}") for p in PROJECTIONS),
             biased=tuple(p for p in PROJECTIONS if getattr(first, attributes[p]).bias is not None),
         )
-        if (
-            remainder
-            or num_query_heads % num_kv_heads
-            or o.shape[1] != q.shape[0]
-            or k.shape[0] != num_kv_heads * head_width
-        ):
+        if remainder or num_query_heads % num_kv_heads or o.shape[1] != q.shape[0] or k.shape[0] != num_kv_heads * head_width:
             raise ValueError(
                 _unsupported(
                     family,
@@ -108,9 +103,7 @@ class HeadLayout:
             for projection in PROJECTIONS:
                 shape = tuple(getattr(module, attributes[projection]).weight.shape)
                 if shape != layout.shape(projection):
-                    raise ValueError(
-                        _unsupported(family, f"{name}: {projection} is {shape}, not {layout.shape(projection)}")
-                    )
+                    raise ValueError(_unsupported(family, f"{name}: {projection} is {shape}, not {layout.shape(projection)}"))
         return layout
 
     @classmethod
@@ -202,9 +195,7 @@ class HeadLayout:
             if type(data[field]) is not int or data[field] < 1:
                 raise ValueError(f"a layout's {field} is a whole number from 1; found {data[field]!r}")
         if data["num_query_heads"] % data["num_kv_heads"]:
-            raise ValueError(
-                f"{data['num_query_heads']} query heads do not divide into {data['num_kv_heads']} key/value heads"
-            )
+            raise ValueError(f"{data['num_query_heads']} query heads do not divide into {data['num_kv_heads']} key/value heads")
         names, biased = data["module_names"], data["biased"]
         if not isinstance(names, dict) or set(names) != set(PROJECTIONS):
             raise ValueError(f"a layout's module_names has the keys {', '.join(PROJECTIONS)}; found {names!r}")

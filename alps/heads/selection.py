@@ -71,17 +71,12 @@ class HeadSelection:
         """Heads that were not chosen but share the K/V head of a chosen one, so training moves them too."""
         chosen, groups = set(self.heads), set(self.groups)
         return tuple(
-            head
-            for head in self.layout.heads()
-            if head not in chosen and (head[0], self.layout.group(head[1])) in groups
+            head for head in self.layout.heads() if head not in chosen and (head[0], self.layout.group(head[1])) in groups
         )
 
     def indices(self, layer: int, projection: Projection) -> list[int]:
         """Sorted rows of q, k or v (columns of o) that the selection opens in `layer`; empty if none."""
-        slices = {
-            (s.start, s.stop)
-            for s in (self.layout.slice_of(projection, head) for lay, head in self.heads if lay == layer)
-        }
+        slices = {(s.start, s.stop) for s in (self.layout.slice_of(projection, head) for lay, head in self.heads if lay == layer)}
         return [index for start, stop in sorted(slices) for index in range(start, stop)]
 
     @property
@@ -157,7 +152,5 @@ class HeadSelection:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a heads.json: {type(error).__name__}: {error}") from error
         if data.get("hash") != selection.hash:
-            raise ValueError(
-                f"{path} was changed by hand: its hash is {data.get('hash')!r}, its heads give {selection.hash!r}"
-            )
+            raise ValueError(f"{path} was changed by hand: its hash is {data.get('hash')!r}, its heads give {selection.hash!r}")
         return selection

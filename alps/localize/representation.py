@@ -17,9 +17,7 @@ def qkv(weights: LayerWeights, layout: HeadLayout, query_head: int) -> torch.Ten
     Returns float64 [3*E*D]. The released ALPS code with its GQA fault corrected: it cut K and V by the *query* head's
     number (arXiv 2505.18799; biases are not part of it).
     """
-    blocks = [
-        weights[projection][layout.slice_of(projection, query_head)].reshape(-1) for projection in ("q", "k", "v")
-    ]
+    blocks = [weights[projection][layout.slice_of(projection, query_head)].reshape(-1) for projection in ("q", "k", "v")]
     return torch.cat([block.to(torch.float64) for block in blocks])
 
 

@@ -44,9 +44,7 @@ class HeadScores:
         if self.values_LH.shape != (self.layout.num_layers, self.layout.num_query_heads):
             raise ValueError(f"scores have the shape {self.values_LH.shape}, which is not that of {self.layout}")
         for layer, head in np.argwhere(~np.isfinite(self.values_LH))[:1]:
-            raise ValueError(
-                f"the score of layer {layer}, head {head} is {self.values_LH[layer, head]}; allowed: finite numbers"
-            )
+            raise ValueError(f"the score of layer {layer}, head {head} is {self.values_LH[layer, head]}; allowed: finite numbers")
 
     def to_json(self) -> dict[str, Any]:
         """The content of scores.json; floats with all their digits."""
@@ -117,9 +115,7 @@ def score_heads(
         )
     if not np.isfinite(values_LH).all():
         layer, head = (int(i) for i in np.argwhere(~np.isfinite(values_LH))[0])
-        raise ValueError(
-            f"the score of layer {layer}, head {head} is {values_LH[layer, head]}: the weights overflow softmax"
-        )
+        raise ValueError(f"the score of layer {layer}, head {head} is {values_LH[layer, head]}: the weights overflow softmax")
     return HeadScores(layout, values_LH, representation, distance, temperature, labels[0], labels[1])
 
 
@@ -129,14 +125,10 @@ def _read_layer(source: WeightSource, layout: HeadLayout, layer: int) -> dict[Pr
         name = f"{layout.module_name(layer, projection)}.weight"
         weight = source.read(name)
         if tuple(weight.shape) != layout.shape(projection):
-            raise ValueError(
-                f"{source.name}: {name} has the shape {tuple(weight.shape)}; expected {layout.shape(projection)}"
-            )
+            raise ValueError(f"{source.name}: {name} has the shape {tuple(weight.shape)}; expected {layout.shape(projection)}")
         # Quantised weights mean nothing without their scales.
         if not weight.is_floating_point() or weight.itemsize < 2:
-            raise ValueError(
-                f"{source.name}: {name} is stored as {weight.dtype}; only unquantised weights can be compared"
-            )
+            raise ValueError(f"{source.name}: {name} is stored as {weight.dtype}; only unquantised weights can be compared")
         if not torch.isfinite(weight).all():
             raise ValueError(f"{source.name}: {name} holds NaN or Inf")
         weights[projection] = weight
@@ -146,7 +138,5 @@ def _read_layer(source: WeightSource, layout: HeadLayout, layer: int) -> dict[Pr
 def _named(table: dict[str, T], name: str, what: str) -> T:
     if name not in table:
         near = difflib.get_close_matches(name, table, n=1)
-        raise ValueError(
-            f"unknown {what} {name!r}; allowed: {', '.join(table)}" + (f"; nearest: {near[0]}" if near else "")
-        )
+        raise ValueError(f"unknown {what} {name!r}; allowed: {', '.join(table)}" + (f"; nearest: {near[0]}" if near else ""))
     return table[name]

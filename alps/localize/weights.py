@@ -37,9 +37,7 @@ class WeightSource:
     def __enter__(self) -> WeightSource:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.close()
         self._readers.clear()
 
@@ -87,9 +85,7 @@ def weight_names(folder: Path) -> list[str]:
 
 def _files_by_weight(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
-        raise ValueError(
-            f"{folder} is no folder; weights are read from a local Hugging Face folder or a model in memory"
-        )
+        raise ValueError(f"{folder} is no folder; weights are read from a local Hugging Face folder or a model in memory")
     # The single file first, as transformers does: in a folder with both, one of them is stale.
     if (folder / SINGLE_FILE).is_file():
         with _open(folder / SINGLE_FILE) as file:

@@ -27,8 +27,7 @@ def select_heads(
     if selector not in SELECTORS:
         near = difflib.get_close_matches(selector, SELECTORS, n=1)
         raise ValueError(
-            f"unknown selector {selector!r}; allowed: {', '.join(SELECTORS)}"
-            + (f"; nearest: {near[0]}" if near else "")
+            f"unknown selector {selector!r}; allowed: {', '.join(SELECTORS)}" + (f"; nearest: {near[0]}" if near else "")
         )
     every: list[Head] = list(layout.heads())
     if selector == "all":
@@ -38,9 +37,7 @@ def select_heads(
     budget = num_heads_for(ratio, layout.num_heads)
     if selector == "spad":
         if scores is None:
-            raise ValueError(
-                "the selector spad ranks heads by their scores, and none were given (score_heads makes them)"
-            )
+            raise ValueError("the selector spad ranks heads by their scores, and none were given (score_heads makes them)")
         if scores.layout != layout:
             raise ValueError(f"the scores are of {scores.layout}, not of this model: {layout}")
         # A stable sort of the negated scores keeps (layer, head) order among ties.
