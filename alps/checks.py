@@ -126,7 +126,7 @@ def _check_training(config: RunConfig) -> list[str]:
 
 
 def _check_paths(config: RunConfig) -> list[str]:
-    """Names that are paths by their form must exist; others may be hub ids."""
+    """Names that are paths by their form must exist; others may be hub ids, but for the text file."""
     faults: list[str] = []
     paths = {
         "model.path": config.model.path,
@@ -136,7 +136,9 @@ def _check_paths(config: RunConfig) -> list[str]:
         "eval.general_text": config.eval.general_text,
     }
     for key, value in paths.items():
-        if value and value.startswith((".", "/", "~")) and not Path(value).expanduser().exists():
+        if value is not None and not value.strip():
+            faults.append(fault(key, value, "a file or folder" if key == "eval.general_text" else "a file, a folder or a hub id"))
+        elif value and _is_path(key, value) and not Path(value).expanduser().exists():
             faults.append(fault(key, value, "an existing file or folder", _nearest_path(Path(value).expanduser())))
     if config.model.path.startswith(("wheel:", "random:")):
         from alps.models import BUILT_IN
@@ -146,6 +148,10 @@ def _check_paths(config: RunConfig) -> list[str]:
     if config.data.path.startswith("generated:") and config.data.path != "generated:word_problems":
         faults.append(fault("data.path", config.data.path, "generated:word_problems, a file, a folder or a hub id"))
     return faults
+
+
+def _is_path(key: str, value: str) -> bool:
+    return key == "eval.general_text" or value.startswith((".", "/", "~")) or Path(value).suffix in (".json", ".jsonl", ".parquet")
 
 
 def _nearest_path(path: Path) -> str | None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import hydra
 from hydra import compose
@@ -40,7 +40,13 @@ def _where_free(wanted: str, *, _parent_: DictConfig) -> str:
     return fixed_also_train(_parent_.get("selector"), _parent_.get("tuner")) or wanted
 
 
+def _precision_over(dtype: str) -> str:
+    """The plain precision that a base held in `dtype` can be trained in: so any model can be chosen on a CPU by itself."""
+    return "bf16-mixed" if dtype == "bfloat16" else "32-true"
+
+
 OmegaConf.register_new_resolver("where_free", _where_free, replace=True)
+OmegaConf.register_new_resolver("precision_over", _precision_over, replace=True)
 ConfigStore.instance().store(name="schema", node=RunConfig)
 
 
@@ -63,7 +69,7 @@ def compose_run(overrides: Sequence[str] = (), output: str | Path = "run") -> Ru
     For notebooks and tests. Raises ConfigError.
     """
     with _config_loader(conf_dir()) as loader:
-        parsed = _parse(overrides)
+        parsed = _parse(overrides, loader)
         _check_overrides(parsed, loader)
         return _compose(list(overrides), str(output))
 
@@ -123,24 +129,25 @@ def _check_command_line(arguments: Sequence[str], config_name: str) -> None:
         raise SystemExit(2 if error.code else 0) from None
     if options.help or options.hydra_help or options.info or options.shell_completion:
         return
-    folder = Path(options.config_path or conf_dir())
-    parsed = _parse(options.overrides)
-    sweep = options.multirun or any(o.is_sweep_override() for o in parsed)
-    if sweep and not options.multirun:
-        swept = ", ".join(str(o.input_line) for o in parsed if o.is_sweep_override())
-        raise ConfigError(f"{swept} names several values; add -m to sweep over them")
-    with _config_loader(folder, options.config_dir) as loader:
+    with _config_loader(Path(options.config_path or conf_dir()), options.config_dir) as loader:
+        parsed = _parse(options.overrides, loader)
+        sweep = options.multirun or any(o.is_sweep_override() for o in parsed)
+        if sweep and not options.multirun:
+            swept = ", ".join(str(o.input_line) for o in parsed if o.is_sweep_override())
+            raise ConfigError(f"{swept} names several values; add -m to sweep over them")
         _check_overrides(parsed, loader)
         for overrides in _jobs(parsed):
             _compose(overrides, "run", options.config_name or config_name)
 
 
-def _parse(overrides: Sequence[str]) -> list[Override]:
+def _parse(overrides: Sequence[str], loader: ConfigLoader) -> list[Override]:
     parser = OverridesParser.create()
     parsed: list[Override] = []
     for line in overrides:
         try:
-            parsed.append(parser.parse_override(line))
+            override = parser.parse_override(line)
+            override.config_loader = loader  # glob(*) asks it for a group's options
+            parsed.append(override)
         except HydraException as error:
             why = str(error).split("\n")[0]
             raise ConfigError(fault(line, line, "key=value, +experiment=NAME, ~key; quote values with , = or spaces", why=why)) from None
@@ -171,7 +178,16 @@ def _check_overrides(parsed: Sequence[Override], loader: ConfigLoader) -> None:
         if override.is_delete():
             faults.append(fault(f"~{key}", None, "a value: groups and keys of the schema cannot be taken out"))
             continue
+        if override.is_sweep_override() and not override.is_discrete_sweep():
+            faults.append(fault(key, str(override.input_line), "a,b,c or range(first,end) or glob(*)", why="no list of values"))
+            continue
         values = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
+        if not values:
+            faults.append(fault(key, str(override.input_line), "at least one value", why="no value matches"))
+            continue
+        if override.is_add() and (key in known or key in groups) and key != "experiment":
+            faults.append(fault(f"+{key}", values[0], f"{key}={values[0]} (without the plus)", key, "every run has this key already"))
+            continue
         if key in groups:
             options = loader.get_group_options(key, ObjectType.CONFIG)
             for value in values:

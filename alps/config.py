@@ -119,7 +119,7 @@ class EvalConfig:
     max_new_tokens: int = number(at_least=1)
     num_shots: int = number(at_least=0)
     general_text: str | None = None
-    general_text_tokens: int = number(at_least=64)
+    general_text_tokens: int = number(at_least=256)  # two windows (alps/evaluate/losses.py)
 
 
 @dataclass

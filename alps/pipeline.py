@@ -140,7 +140,9 @@ class Pipeline:
         """A task model from a short training of the base, what was learned merged in."""
         proxy = self.config.train.proxy
         every_head = select_heads("all", self.layout, 1.0)
-        model = open_for_training(self._take_base(), proxy.tuner, every_head, lora=self.config.strategy.lora, also_train="nothing")
+        model = open_for_training(
+            self._take_base(), proxy.tuner, every_head, also_train="nothing", lora=self.config.strategy.lora, seed=self.config.seed
+        )
         log.info("proxy %s", count_trained(model, every_head).describe())
         self._fit(model, "proxy", self.folder.path / "localize", proxy.num_steps, proxy.learning_rate)
         return close_after_training(model, proxy.tuner)
@@ -180,6 +182,7 @@ class Pipeline:
                     also_train=strategy.also_train,
                     projections=strategy.projections,
                     lora=strategy.lora,
+                    seed=config.seed,
                 )
                 parts = count_trained(model, selection)
                 log.info("%s", parts.describe())

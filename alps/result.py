@@ -28,7 +28,11 @@ class RunInfo:
 
 @dataclass
 class TrainInfo:
-    """What trained. `qkv_share` is the true share of Q/K/V parameters, larger than the share of heads under grouped-query attention."""
+    """What trained.
+
+    `qkv_share` is the true share of the model's own Q/K/V parameters, larger than the share of heads under grouped-query attention;
+    0 for LoRA, whose adapters stand beside them and are `trained_parameters`.
+    """
 
     strategy: str
     selector: str
@@ -100,5 +104,5 @@ class RunResult:
                 EvalInfo(**data["eval_info"]),
                 MetaInfo(**data["meta_info"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{path} is not a result.json: {error}") from error

@@ -40,7 +40,7 @@ class RunFolder:
             try:
                 saved = json.loads(self._file.read_text())
                 self.records = {name: StageRecord(**record) for name, record in saved.items()}
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, AttributeError) as error:
                 log.warning("%s is damaged (%s): every stage is done anew", self._file, error)
 
     @contextmanager

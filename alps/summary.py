@@ -27,7 +27,7 @@ def summarise(result: RunResult) -> str:
     lines += [f"{_TITLES.get(name, name)}: not measured, {why}" for name, why in evaluation.skipped.items()]
     lines.append("values with their standard errors; changes are paired by item")
     lines.append("")
-    kind = {"rows": "their rows only", "lora": "through low-rank adapters", "full": "everything"}[train.tuner]
+    kind = {"rows": "their rows only", "lora": "through low-rank adapters beside them", "full": "everything"}[train.tuner]
     lines.append(
         f"trained: {train.chosen_heads} of {train.total_heads} heads by {train.selector} ({kind}"
         + (", and all outside Q/K/V" if train.also_train == "rest" and train.tuner == "rows" else "")

@@ -12,6 +12,8 @@ from urllib.parse import urlparse
 from alps.config import LoggerConfig
 
 log = logging.getLogger(__name__)
+# W&B's own address has two names; `wandb login` may have written either, by its version.
+_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 
 
 def wandb_mode(wanted: str) -> str:
@@ -25,11 +27,13 @@ def wandb_mode(wanted: str) -> str:
 
 
 def _key_is_configured() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    named = os.environ.get("WANDB_BASE_URL")
+    hosts = (urlparse(named).netloc,) if named else _HOSTS
     try:
-        return netrc.netrc().authenticators(host) is not None
+        logins = netrc.netrc(os.environ.get("NETRC"))
+        return any(logins.authenticators(host) is not None for host in hosts)
     except (OSError, netrc.NetrcParseError):
         return False
 
@@ -40,6 +44,10 @@ class Tracker:
     def __init__(self, config: LoggerConfig, name: str, folder: Path, values: dict[str, Any]) -> None:
         self.run: Any = None
         self.mode = wandb_mode(config.wandb)
+        if self.mode == "online" and not _key_is_configured():
+            # On a terminal wandb.init would ask for one, and wait.
+            log.warning("W&B has no API key here (`wandb login` stores one): this run is kept offline")
+            self.mode = "offline"
         for mode in dict.fromkeys([self.mode, "offline"]) if self.mode != "disabled" else ():
             try:
                 self.run = _start(config, name, folder, values, mode)

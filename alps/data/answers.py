@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+# A minus only where nothing stands right before it ("5-3" and "COVID-19" hold none), commas only between thousands ("1,2,3" are three).
+_NUMBER = re.compile(r"(?:(?<!\w)-\$?)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<!\w)-\$?)?(?<!\d)\.\d+")
 
 
 def whole(text: str) -> str | None:
@@ -27,7 +28,9 @@ def after_hashes(text: str) -> str | None:
 
 
 def _plain(number: str) -> str:
-    number = number.replace(",", "").removeprefix("$")
+    number = number.replace(",", "").replace("$", "")
+    if number.startswith((".", "-.")):
+        number = number.replace(".", "0.")
     return number.rstrip("0").rstrip(".") if "." in number else number
 
 

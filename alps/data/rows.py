@@ -60,17 +60,18 @@ def load_rows(path: str, split: str, columns: Columns, *, subset: str | None = N
     local = Path(path).expanduser()
     if is_local(path) and not local.exists():
         raise ValueError(f"data.path: {path} does not exist")
+    if local.is_file() and local.suffix not in _LOADERS:
+        raise ValueError(f"data.path: {path} is not one of {', '.join(_LOADERS)}")
+    if local.is_file() and local.stat().st_size == 0:
+        raise ValueError(f"data.path: {path} is empty")
     try:
         if local.is_file():
-            if local.suffix not in _LOADERS:
-                raise ValueError(f"data.path: {path} is not one of {', '.join(_LOADERS)}")
             rows = load_dataset(_LOADERS[local.suffix], data_files=str(local), split="train", cache_dir=cache_dir)
         else:
             rows = load_dataset(str(local) if local.exists() else path, subset, split=split, cache_dir=cache_dir)
-    except ValueError:
-        raise
     except Exception as error:  # the library raises many kinds; people need to know what was being read
-        raise ValueError(f"data.path: cannot read {path} (split {split!r}): {type(error).__name__}: {error}") from error
+        cause = error.__cause__ or error  # it wraps what is wrong with a file in a general word
+        raise ValueError(f"data.path: cannot read {path} (split {split!r}): {type(cause).__name__}: {cause}") from error
     for column in columns.named:
         if column not in rows.column_names:
             near = difflib.get_close_matches(column, rows.column_names, n=1)
@@ -94,7 +95,7 @@ def to_messages(row: Mapping[str, Any], columns: Columns, where: str) -> list[Me
     unknown role or a value that is not text.
     """
     if columns.messages:
-        turns = row[columns.messages]
+        turns = [] if row[columns.messages] is None else row[columns.messages]
         if not isinstance(turns, list):
             raise ValueError(f"{where}: {columns.messages} must be a list of {{role, content}}, found {type(turns).__name__}")
         messages = [_message(turn, where) for turn in turns]
@@ -115,6 +116,8 @@ def _message(turn: Any, where: str) -> Message:
     role = turn.get("role") if isinstance(turn, Mapping) else None
     if role not in ("system", "user", "assistant"):
         raise ValueError(f"{where}: a turn's role is {role!r}; allowed: system, user, assistant")
+    if "content" not in turn:
+        raise ValueError(f"{where}: a turn has no content; it has {', '.join(map(repr, turn))}")
     return Message(role, _text(turn, "content", where))
 
 

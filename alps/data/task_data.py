@@ -22,7 +22,9 @@ from alps.progress import progress
 log = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "test")
 # Raise when the meaning of a cached split changes.
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
+# A column that names a row of the file it came from, for messages.
+_ROW = "__row__"
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,11 @@ class SplitReport:
 
 @dataclass(frozen=True)
 class TaskData:
-    """Three splits with the columns `ids`, `learned` (both [T]), `prompt` and `response` (text); and what was done to them."""
+    """Three splits and what was done to them.
+
+    Columns: `ids` and `learned` [T]; `prompt_ids`, everything before the last response as training sees it, uncut; `prompt` and
+    `response`, the same and the last response as text.
+    """
 
     train: Dataset
     validation: Dataset
@@ -81,12 +87,12 @@ def _load_splits(config: DataConfig, cache: Path) -> dict[str, Dataset]:
         sizes["train"] = config.num_train
         return {split: word_problem_rows(split, sizes[split], config.seed) for split in SPLITS}
     columns = Columns(**asdict(config.columns))
-    train = load_rows(config.path, config.train_split, columns, subset=config.subset, cache=cache)
+    train = _numbered(load_rows(config.path, config.train_split, columns, subset=config.subset, cache=cache))
     test: Dataset | None = None
     if config.test_path:
-        test = load_rows(config.test_path, config.test_split or "test", columns, cache=cache)
+        test = _numbered(load_rows(config.test_path, config.test_split or "test", columns, cache=cache))
     elif config.test_split and not (is_local(config.path) and Path(config.path).expanduser().is_file()):
-        test = load_rows(config.path, config.test_split, columns, subset=config.subset, cache=cache)
+        test = _numbered(load_rows(config.path, config.test_split, columns, subset=config.subset, cache=cache))
     elif config.test_split:
         log.warning("data: %s is one file, so %d test rows are held out of it (data.test_path names another)", config.path, config.num_test)
     held_out = config.num_validation + (config.num_test if test is None else 0)
@@ -109,9 +115,14 @@ def _load_splits(config: DataConfig, cache: Path) -> dict[str, Dataset]:
     return {split: splits[split] for split in SPLITS}
 
 
+def _numbered(rows: Dataset) -> Dataset:
+    return rows.add_column(_ROW, np.arange(len(rows)))
+
+
 def _cache_key(config: DataConfig, tokenizer: Any, rows: dict[str, Dataset]) -> str:
     """Everything the tokens depend on. Content, not file dates: a moved file is not tokenised again."""
-    digest = hashlib.sha256(json.dumps([_CACHE_VERSION, asdict(config)], sort_keys=True).encode())
+    choices = {key: value for key, value in asdict(config).items() if key not in ("name", "path", "test_path")}
+    digest = hashlib.sha256(json.dumps([_CACHE_VERSION, choices], sort_keys=True).encode())
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
     digest.update(repr((tokenizer.bos_token_id, tokenizer.eos_token_id)).encode())
     for split in SPLITS:
@@ -131,11 +142,12 @@ def _tokenise_into(folder: Path, rows: dict[str, Dataset], config: DataConfig, t
 
 def _tokenise(rows: Dataset, split: str, config: DataConfig, tokenizer: Any) -> tuple[Dataset, SplitReport]:
     columns = Columns(instruction="question", response="answer") if config.path == GENERATED else Columns(**asdict(config.columns))
-    kept: dict[str, list[Any]] = {"ids": [], "learned": [], "prompt": [], "response": []}
+    kept: dict[str, list[Any]] = {"ids": [], "learned": [], "prompt_ids": [], "prompt": [], "response": []}
     truncated = dropped_empty = dropped_cut = 0
-    for number, row in enumerate(progress(rows, f"tokenising {split}", "row", total=len(rows), show=len(rows) > 1000)):
+    source = config.test_path if split == "test" and config.test_path else config.path
+    for row in progress(rows, f"tokenising {split}", "row", total=len(rows), show=len(rows) > 1000):
         try:
-            messages = to_messages(row, columns, f"{config.path}, {split} row {number} (from 0, after splitting)")
+            messages = to_messages(row, columns, f"{source}, row {row.pop(_ROW, '?')} (counted from 0; {split} split)")
         except EmptyResponseError as error:
             if config.empty_response == "refuse":
                 raise ValueError(f"{error}; data.empty_response=drop leaves such rows out: {dict(row)}") from None
@@ -149,6 +161,7 @@ def _tokenise(rows: Dataset, split: str, config: DataConfig, tokenizer: Any) -> 
             continue
         kept["ids"].append(tokens.ids)
         kept["learned"].append(tokens.learned)
+        kept["prompt_ids"].append(tokens.prompt_ids)
         kept["prompt"].append("".join(segment.text for segment in segments[:-1]))
         kept["response"].append(segments[-1].text)
     if not kept["ids"] and len(rows):

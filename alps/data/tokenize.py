@@ -11,10 +11,11 @@ from alps.data.templates import Segment
 
 @dataclass(frozen=True)
 class Tokens:
-    """`ids` [T] and, of the same length, whether each token is a target of the loss."""
+    """`ids` [T] and, of the same length, whether each token is a target of the loss; `prompt_ids` is all before the last response, uncut."""
 
     ids: list[int]
     learned: list[bool]
+    prompt_ids: list[int]
     truncated: bool
 
 
@@ -33,13 +34,15 @@ def encode_segments(tokenizer: Any, segments: Sequence[Segment], max_length: int
     """
     ids = _beginning(tokenizer)
     learned = [False] * len(ids)
+    prompt_length = len(ids)
     for segment in segments:
+        prompt_length = len(ids)
         piece: list[int] = tokenizer(segment.text, add_special_tokens=False)["input_ids"]
         if segment.learned:
             piece = [*piece, tokenizer.eos_token_id]
         ids.extend(piece)
         learned.extend([segment.learned] * len(piece))
-    return Tokens(ids[:max_length], learned[:max_length], truncated=len(ids) > max_length)
+    return Tokens(ids[:max_length], learned[:max_length], ids[:prompt_length], truncated=len(ids) > max_length)
 
 
 def _beginning(tokenizer: Any) -> list[int]:

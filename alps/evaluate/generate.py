@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from alps.progress import progress
 def greedy_answers(
     model: Any,
     tokenizer: Any,
-    prompts: Sequence[str],
+    prompts: Sequence[str] | Sequence[list[int]],
     *,
     max_new_tokens: int,
     batch_size: int,
@@ -26,14 +27,12 @@ def greedy_answers(
 ) -> list[str]:
     """The model's most likely continuation of each prompt, up to its end-of-text token, in the prompts' order.
 
-    Prompts are padded on the left. `shared_prefix` (solved examples, say) stands before every prompt and goes through the model
-    once, not once a prompt. Raises ValueError where a prompt and its answer do not fit the model's context.
+    A prompt is text, or ids, which are taken as they are. Prompts are padded on the left. `shared_prefix` (solved examples, say)
+    stands before every prompt and goes through the model once, not once a prompt. Raises ValueError where a prompt and its answer
+    do not fit the model's context.
     """
     prefix_ids = encode_prompt(tokenizer, shared_prefix) if shared_prefix else []
-    encoded = [
-        tokenizer(prompt, add_special_tokens=False)["input_ids"] if shared_prefix else encode_prompt(tokenizer, prompt)
-        for prompt in prompts
-    ]
+    encoded = [_encode(tokenizer, prompt, follows=bool(shared_prefix)) for prompt in prompts]
     context = getattr(model.config, "max_position_embeddings", None)
     longest = len(prefix_ids) + max(map(len, encoded), default=0) + max_new_tokens
     if context and longest > context:
@@ -56,23 +55,39 @@ def greedy_answers(
         if prefix_cache is not None:
             cache = copy.deepcopy(prefix_cache)
             cache.batch_repeat_interleave(len(rows))
-        generated_BT = model.generate(
-            input_ids=ids_BT.to(model.device),
-            attention_mask=mask_BT.to(model.device),
-            cache=cache,
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            # A model's own generation config may ask for sampling; these say greedy.
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=pad_id(tokenizer),
-        )
+        with _plain_generation(model):
+            generated_BT = model.generate(
+                input_ids=ids_BT.to(model.device),
+                attention_mask=mask_BT.to(model.device),
+                cache=cache,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=pad_id(tokenizer),
+            )
         for index, new in zip(rows, generated_BT[:, ids_BT.shape[1] :].tolist(), strict=True):
             end = new.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in new else len(new)
             answers[index] = tokenizer.decode(new[:end], skip_special_tokens=True)
     return answers
+
+
+@contextmanager
+def _plain_generation(model: Any) -> Iterator[None]:
+    """Inside, the model's own generation config (sampling, a repetition penalty, beams, ...) is out of force: greedy, and no more."""
+    from transformers import GenerationConfig
+
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _encode(tokenizer: Any, prompt: str | list[int], follows: bool) -> list[int]:
+    """Ids of a prompt; one that follows a shared prefix has no beginning-of-text token of its own."""
+    if not isinstance(prompt, str):
+        return prompt
+    ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"] if follows else encode_prompt(tokenizer, prompt)
+    return ids
 
 
 def _cache_of(model: Any, ids: list[int]) -> Any:

@@ -86,7 +86,8 @@ def _measure_answers(
     prompts = [data.test["prompt"][i] for i in checkable]
     wanted = [references[i] for i in checkable]
     limits: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "batch_size": config.batch_size, "show": show}
-    replies = greedy_answers(model, tokenizer, prompts, **limits)
+    # By ids, not text: in a conversation of several turns end-of-text tokens stand between them.
+    replies = greedy_answers(model, tokenizer, [data.test["prompt_ids"][i] for i in checkable], **limits)
     verdicts = [float(read(reply) == reference) for reply, reference in zip(replies, wanted, strict=True)]
     metrics["exact_match"] = Metric.of(verdicts)
     samples += [

@@ -33,7 +33,7 @@ class HeadScores:
     """
 
     layout: HeadLayout
-    values_LH: np.ndarray  # noqa: N815  (shapes in names)
+    values_LH: np.ndarray
     representation: str
     distance: str
     temperature: float

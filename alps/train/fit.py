@@ -48,7 +48,7 @@ def fit(
     """Train the parameters of `model` that require a gradient, in place; `model` comes back in evaluation mode.
 
     `folder` receives metrics.csv. `num_steps` and `learning_rate` override the config's (the proxy's training uses its own).
-    Raises FloatingPointError where the loss becomes NaN or infinite.
+    Raises FloatingPointError where the loss or its gradient becomes NaN or infinite.
     """
     order = StepOrder(len(data), train.batch_size, seed)
     num_steps = num_steps or train.num_steps or order.num_steps(train.epochs)
@@ -82,10 +82,14 @@ def fit(
             enable_model_summary=False,
         )
         started = time.perf_counter()
-        with bar:
-            runner.fit(module, DataLoader(batches, batch_size=None, shuffle=False))
+        try:
+            with bar:
+                runner.fit(module, DataLoader(batches, batch_size=None, shuffle=False))
+        except SystemExit as stopped:
+            # Lightning makes an exit of Ctrl-C.
+            if not isinstance(stopped.__context__, KeyboardInterrupt):
+                raise
+            raise KeyboardInterrupt from None
     seconds = time.perf_counter() - started
-    if runner.interrupted:
-        raise KeyboardInterrupt
     model.eval()
     return FitReport(num_steps, module.tokens_seen, module.tokens_seen / seconds, module.loss_curve)

@@ -17,8 +17,8 @@ from alps.data.batches import Batch
 def only_positions(model: Any, keep_BT: torch.Tensor) -> Iterator[None]:
     """Inside, the model's logits are [N, V]: those of the N positions marked in `keep_BT`, row by row.
 
-    The hidden states are gathered in front of the output head, so the [B, T, V] logits are never formed, and what a family does to
-    its logits afterwards (Gemma-2's soft cap, Granite's and Cohere's scale) still happens, since it is elementwise.
+    The hidden states are gathered in front of the output head, so the [B, T, V] logits are never formed, and what a family does
+    to its logits afterwards (Gemma-2's soft cap, Granite's and Cohere's scale) still happens, since it is elementwise.
     """
     head: nn.Module = model.get_output_embeddings()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -62,10 +63,7 @@ class FineTuning(lightning.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         loss = token_losses(self.model, batch).sum() * batch["loss_scale"]
         value = loss.item() / self.trainer.accumulate_grad_batches
-        if value != value or abs(value) == float("inf"):
-            raise FloatingPointError(
-                f"the loss became {value} at step {self.global_step}: lower train.learning_rate, or use trainer.precision=32-true"
-            )
+        self._check_finite("loss", value)
         self._step_loss += value
         self._step_tokens += int(batch["attention_mask_BT"].sum())
         return loss
@@ -75,7 +73,19 @@ class FineTuning(lightning.LightningModule):
     ) -> None:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         limit = self.config.clip_norm or float("inf")
-        self.log("grad_norm", torch.nn.utils.clip_grad_norm_(trained, limit))
+        norm = torch.nn.utils.clip_grad_norm_(trained, limit)
+        # A finite loss can have a gradient that is not; after the last step nothing else would notice.
+        self._check_finite("gradient's norm", norm.item())
+        self.log("grad_norm", norm)
+        # Here and not after the step, when the schedule has gone on to the next one.
+        self.log("lr", optimizer.param_groups[0]["lr"])
+
+    def _check_finite(self, what: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise FloatingPointError(
+                f"the {what} became {value} at step {self.global_step}: lower train.learning_rate, "
+                "or use trainer.precision=32-true"
+            )
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if not batch["last_of_step"]:
@@ -86,6 +96,5 @@ class FineTuning(lightning.LightningModule):
         self.log("loss", self._step_loss)
         tokens_per_s = self._step_tokens / (now - self._step_started)
         self.log("tokens_per_s", tokens_per_s)
-        self.log("lr", self.lr_schedulers().get_last_lr()[0])  # type: ignore[union-attr]
         self.on_step(self._step_loss, tokens_per_s)
         self._step_loss, self._step_tokens, self._step_started = 0.0, 0, now

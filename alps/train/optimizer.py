@@ -30,7 +30,8 @@ def warmup_then_cosine(num_steps: int, warmup_ratio: float, final_ratio: float) 
     Linear warm-up over the first ceil(warmup_ratio * num_steps) steps (the first step is not at zero), then a cosine that reaches
     `final_ratio` at the last step (the ALPS paper's schedule, arXiv 2505.18799, appendix).
     """
-    num_warmup = math.ceil(warmup_ratio * num_steps)
+    # Rounded first: 0.07 of 100 steps is 7, where binary floats would say 8.
+    num_warmup = math.ceil(round(warmup_ratio * num_steps, 9))
 
     def factor(step: int) -> float:
         if step < num_warmup:

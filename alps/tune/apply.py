@@ -17,9 +17,13 @@ AlsoTrain = Literal["nothing", "rest"]
 
 @dataclass(frozen=True)
 class TrainedParts:
-    """What trains in a model; counts are of parameters (a tied tensor counts once)."""
+    """What trains in a model; counts are of parameters (a tied tensor counts once).
+
+    `total` and the Q/K/V counts are of the model's own; `trained` includes adapters, which stand beside them.
+    """
 
     trained: int
+    adapters: int
     total: int
     qkv_trained: int
     qkv_total: int
@@ -29,6 +33,11 @@ class TrainedParts:
 
     def describe(self) -> str:
         """One line for people, said at start-up."""
+        if self.adapters:
+            return (
+                f"trains {self.trained:,} adapter parameters beside the model's own {self.total:,}, which stay frozen; merged in, they "
+                f"change the weights they stand beside of all {self.total_heads} heads"
+            )
         return (
             f"trains {self.trained:,} of {self.total:,} parameters ({self.trained / self.total:.2%}), "
             f"{self.qkv_trained / self.qkv_total:.2%} of Q/K/V; {self.chosen_heads} of {self.total_heads} heads chosen, "
@@ -53,7 +62,9 @@ def train_only(
     """
     layout = HeadLayout.from_model(model)
     if layout != selection.layout:
-        raise ValueError(f"the selection is of {selection.layout.family}, layout {selection.layout.fingerprint}; not this model's")
+        raise ValueError(
+            f"the selection is of {selection.layout.family}, layout {selection.layout.fingerprint}; not this model's"
+        )
     unknown = set(projections) - {"q", "k", "v", "o"}
     if unknown or not projections:
         raise ValueError(f"projections must be some of q, k, v, o; found {list(projections)}")
@@ -118,16 +129,19 @@ def count_trained(model: nn.Module, selection: HeadSelection) -> TrainedParts:
         if isinstance(module, SliceTrainableLinear):
             in_slices += module.trained.numel() + (module.trained_bias.numel() if module.trained_bias is not None else 0)
     qkv_names = tuple(f"{layout.module_name(layer, p)}." for layer in range(layout.num_layers) for p in ("q", "k", "v"))
-    trained = total = qkv_trained = 0
+    trained = adapters = total = qkv_trained = 0
     for name, parameter in model.named_parameters():
-        total += parameter.numel()
+        count = parameter.numel()
+        adapters += count if ".lora_" in name else 0
+        total += count
         if parameter.requires_grad:
-            trained += parameter.numel()
-            if name.removeprefix("base_model.model.").startswith(qkv_names):
-                qkv_trained += parameter.numel()
+            trained += count
+            if name.startswith(qkv_names):
+                qkv_trained += count
     return TrainedParts(
         trained=trained,
-        total=total - in_slices,
+        adapters=adapters,
+        total=total - in_slices - adapters,
         qkv_trained=qkv_trained,
         qkv_total=layout.num_qkv_parameters,
         chosen_heads=len(selection.heads),

@@ -72,7 +72,8 @@ class SliceTrainableLinear(nn.Module):
         super().__init__()
         size = linear.weight.shape[0 if dim == "rows" else 1]
         assert indices == sorted(set(indices)), "slices must be sorted and unique"
-        assert indices and 0 <= indices[0] and indices[-1] < size, f"slices must be in 0..{size - 1}"
+        assert indices, "slices must be at least one"
+        assert set(indices) <= set(range(size)), f"slices must be in 0..{size - 1}"
         self.dim = 0 if dim == "rows" else 1
         self.weight = linear.weight
         self.bias = linear.bias
@@ -107,9 +108,8 @@ class SliceTrainableLinear(nn.Module):
         return self._linear(x)
 
     def _linear(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = _SliceLinear.apply(
-            x, self.weight, self.trained, self.index, self.dim, self.bias, self.trained_bias
-        )  # type: ignore[no-untyped-call]
+        parameters = (self.weight, self.trained, self.index, self.dim, self.bias, self.trained_bias)
+        y: torch.Tensor = _SliceLinear.apply(x, *parameters)  # type: ignore[no-untyped-call]
         return y
 
     @torch.no_grad()

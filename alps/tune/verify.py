@@ -51,12 +51,20 @@ def moved_outside(
                 differs[(slice(None), opened) if projection == "o" else (opened,)] = False
             if differs.any():
                 moved.append(name)
-    # A tied tensor may be stored under one name or two; anything else missing is a fault.
-    return moved + [f"{name} (missing)" for name in sorted(base_names - tuned_names) if not _is_head(name)]
+        for name in sorted(base_names ^ tuned_names):
+            missing = name in base_names
+            reader, names = (before, base_names) if missing else (after, tuned_names)
+            if not (name.endswith(_NO_WEIGHTS) or _is_tied_head(name, reader, names)):
+                moved.append(f"{name} ({'missing' if missing else 'not in the base'})")
+    return moved
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Constants that checkpoints of old carry and models compute themselves.
+_NO_WEIGHTS = ("rotary_emb.inv_freq",)
 
 
-def _is_head(name: str) -> bool:
-    return name.endswith(("lm_head.weight", "embed_out.weight"))
+def _is_tied_head(name: str, folder: WeightSource, names: set[str]) -> bool:
+    """Whether it is an output head that is the embedding too: a tied one may be stored under one name or both."""
+    embeddings = [other for other in names if other.endswith("embed_tokens.weight")]
+    return name.endswith("lm_head.weight") and any(torch.equal(folder.read(name), folder.read(other)) for other in embeddings)
