@@ -87,14 +87,24 @@ def _check_strategy(strategy: StrategyConfig) -> list[str]:
         )
     if strategy.tuner in ("full", "lora") and strategy.selector != "all":
         faults.append(
-            fault("strategy.selector", strategy.selector, "all", why=f"strategy.tuner={strategy.tuner} is not confined to chosen heads")
+            fault(
+                "strategy.selector",
+                strategy.selector,
+                "all",
+                why=f"strategy.tuner={strategy.tuner} is not confined to chosen heads",
+            )
         )
     if not strategy.projections or len(set(strategy.projections)) < len(strategy.projections):
         faults.append(fault("strategy.projections", strategy.projections, "one or more of q, k, v, o, each once"))
     no_heads = strategy.selector not in ("all", "none") and strategy.ratio == 0
     if no_heads and strategy.also_train == "nothing":
         faults.append(
-            fault("strategy.ratio", strategy.ratio, "more than 0, or strategy.also_train=rest", why="with no head and nothing else, nothing would train")
+            fault(
+                "strategy.ratio",
+                strategy.ratio,
+                "more than 0, or strategy.also_train=rest",
+                why="with no head and nothing else, nothing would train",
+            )
         )
     return faults
 
@@ -104,13 +114,15 @@ def _check_training(config: RunConfig) -> list[str]:
     train = config.train
     if train.batch_size % train.micro_batch_size:
         faults.append(
-            fault("train.micro_batch_size", train.micro_batch_size, f"a number that divides train.batch_size = {train.batch_size}")
+            fault(
+                "train.micro_batch_size", train.micro_batch_size, f"a number that divides train.batch_size = {train.batch_size}"
+            )
         )
     if config.model.dtype == "bfloat16" and config.trainer.precision == "32-true":
         faults.append(
             fault(
                 "trainer.precision", "32-true", "bf16-mixed, or model.dtype=float32",
-                why="model.dtype=bfloat16 keeps frozen weights in bfloat16, and trained ones in float32, which needs mixed precision",
+                why="over a bfloat16 base trained weights stay float32, which needs mixed precision",
             )
         )  # fmt: skip
     if train.beta1 == 1 or train.beta2 == 1:
@@ -119,9 +131,7 @@ def _check_training(config: RunConfig) -> list[str]:
     if not config.data.path.startswith("generated:"):
         pair = columns.instruction and columns.response
         if bool(columns.messages) == bool(pair):
-            faults.append(
-                fault("data.columns", vars(columns), "either messages, or instruction and response (and maybe input)")
-            )
+            faults.append(fault("data.columns", vars(columns), "either messages, or instruction and response (and maybe input)"))
     return faults
 
 
@@ -151,7 +161,9 @@ def _check_paths(config: RunConfig) -> list[str]:
 
 
 def _is_path(key: str, value: str) -> bool:
-    return key == "eval.general_text" or value.startswith((".", "/", "~")) or Path(value).suffix in (".json", ".jsonl", ".parquet")
+    return (
+        key == "eval.general_text" or value.startswith((".", "/", "~")) or Path(value).suffix in (".json", ".jsonl", ".parquet")
+    )
 
 
 def _nearest_path(path: Path) -> str | None:

@@ -150,7 +150,9 @@ def _parse(overrides: Sequence[str], loader: ConfigLoader) -> list[Override]:
             parsed.append(override)
         except HydraException as error:
             why = str(error).split("\n")[0]
-            raise ConfigError(fault(line, line, "key=value, +experiment=NAME, ~key; quote values with , = or spaces", why=why)) from None
+            raise ConfigError(
+                fault(line, line, "key=value, +experiment=NAME, ~key; quote values with , = or spaces", why=why)
+            ) from None
     return parsed
 
 
@@ -186,7 +188,9 @@ def _check_overrides(parsed: Sequence[Override], loader: ConfigLoader) -> None:
             faults.append(fault(key, str(override.input_line), "at least one value", why="no value matches"))
             continue
         if override.is_add() and (key in known or key in groups) and key != "experiment":
-            faults.append(fault(f"+{key}", values[0], f"{key}={values[0]} (without the plus)", key, "every run has this key already"))
+            faults.append(
+                fault(f"+{key}", values[0], f"{key}={values[0]} (without the plus)", key, "every run has this key already")
+            )
             continue
         if key in groups:
             options = loader.get_group_options(key, ObjectType.CONFIG)
@@ -198,10 +202,18 @@ def _check_overrides(parsed: Sequence[Override], loader: ConfigLoader) -> None:
                     if name not in options and not isinstance(name, dict)
                 ]
             if key == "experiment" and not (override.is_add() or override.is_force_add()):
-                faults.append(fault(key, override.get_value_element_as_str(), f"+experiment={override.get_value_element_as_str()} (with a plus)"))
+                faults.append(
+                    fault(
+                        key,
+                        override.get_value_element_as_str(),
+                        f"+experiment={override.get_value_element_as_str()} (with a plus)",
+                    )
+                )
         elif key not in known:
             near = nearest(key, [*known, *groups])
-            faults.append(fault(key, values if override.is_sweep_override() else values[0], "a key of the schema", near, "no such key"))
+            faults.append(
+                fault(key, values if override.is_sweep_override() else values[0], "a key of the schema", near, "no such key")
+            )
     if faults:
         raise ConfigError("\n".join(faults))
 

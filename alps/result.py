@@ -30,8 +30,8 @@ class RunInfo:
 class TrainInfo:
     """What trained.
 
-    `qkv_share` is the true share of the model's own Q/K/V parameters, larger than the share of heads under grouped-query attention;
-    0 for LoRA, whose adapters stand beside them and are `trained_parameters`.
+    `qkv_share` is the true share of the model's own Q/K/V parameters, larger than the share of heads under grouped-query
+    attention; 0 for LoRA, whose adapters stand beside them and are `trained_parameters`.
     """
 
     strategy: str
@@ -55,7 +55,7 @@ class TrainInfo:
 
 @dataclass
 class EvalInfo:
-    """base, tuned: metric -> {value, stderr, n}. change: tuned - base, paired by item. suites_not_run: benchmarks named but not run."""
+    """base, tuned: metric -> {value, stderr, n}. change: tuned - base, paired by item. suites_not_run: benchmarks only named."""
 
     base: dict[str, dict[str, float]] = field(default_factory=dict)
     tuned: dict[str, dict[str, float]] = field(default_factory=dict)

@@ -44,7 +44,9 @@ def summarise(result: RunResult) -> str:
         parts = ", ".join(f"{part} {value:.1f} s" for part, value in run.stage_parts.get(name, {}).items())
         memory = run.stage_peak_memory_bytes.get(name, 0) / 2**30
         lines.append(f"  {name:<16}{seconds:>8.1f} s{memory:>8.2f} GiB" + (f"   ({parts})" if parts else ""))
-    lines.append(f"  {'whole run':<16}{run.wall_seconds:>8.1f} s{max(run.stage_peak_memory_bytes.values(), default=0) / 2**30:>8.2f} GiB")
+    lines.append(
+        f"  {'whole run':<16}{run.wall_seconds:>8.1f} s{max(run.stage_peak_memory_bytes.values(), default=0) / 2**30:>8.2f} GiB"
+    )
     if evaluation.suites_not_run:
         lines.append(f"benchmark suites named but not run by this version: {', '.join(evaluation.suites_not_run)}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Shared fixtures. Tests use one thread and tiny models; what needs public data or the real model skips with a reason without it."""
+"""Shared fixtures. Tests use one thread and tiny models; what needs public data or the real model skips with a reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,8 @@ REPOSITORY = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> Iterator[None]:
+def _seeded() -> None:
     torch.manual_seed(0)
-    yield
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-# A minus only where nothing stands right before it ("5-3" and "COVID-19" hold none), commas only between thousands ("1,2,3" are three).
+# A minus only where nothing stands right before it ("5-3" and "COVID-19" hold none), commas only between thousands ("1,2,3" are
+# three numbers).
 _NUMBER = re.compile(r"(?:(?<!\w)-\$?)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<!\w)-\$?)?(?<!\d)\.\d+")
 
 

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset as TorchDataset
 class Batch(TypedDict):
     """A right-padded micro-batch.
 
-    `predicts_BT` marks positions whose next token is learned; `targets_N` are those tokens, in the same order; `loss_scale` is what
-    the sum of their losses is multiplied by.
+    `predicts_BT` marks positions whose next token is learned; `targets_N` are those tokens, in the same order; `loss_scale` is
+    what the sum of their losses is multiplied by.
     """
 
     ids_BT: torch.Tensor

@@ -94,7 +94,11 @@ def _load_splits(config: DataConfig, cache: Path) -> dict[str, Dataset]:
     elif config.test_split and not (is_local(config.path) and Path(config.path).expanduser().is_file()):
         test = _numbered(load_rows(config.path, config.test_split, columns, subset=config.subset, cache=cache))
     elif config.test_split:
-        log.warning("data: %s is one file, so %d test rows are held out of it (data.test_path names another)", config.path, config.num_test)
+        log.warning(
+            "data: %s is one file, so %d test rows are held out of it (data.test_path names another)",
+            config.path,
+            config.num_test,
+        )
     held_out = config.num_validation + (config.num_test if test is None else 0)
     if held_out >= len(train):
         raise ValueError(
@@ -141,7 +145,9 @@ def _tokenise_into(folder: Path, rows: dict[str, Dataset], config: DataConfig, t
 
 
 def _tokenise(rows: Dataset, split: str, config: DataConfig, tokenizer: Any) -> tuple[Dataset, SplitReport]:
-    columns = Columns(instruction="question", response="answer") if config.path == GENERATED else Columns(**asdict(config.columns))
+    columns = (
+        Columns(instruction="question", response="answer") if config.path == GENERATED else Columns(**asdict(config.columns))
+    )
     kept: dict[str, list[Any]] = {"ids": [], "learned": [], "prompt_ids": [], "prompt": [], "response": []}
     truncated = dropped_empty = dropped_cut = 0
     source = config.test_path if split == "test" and config.test_path else config.path

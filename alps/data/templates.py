@@ -16,9 +16,7 @@ class Segment:
     learned: bool
 
 
-_ALPACA_OPENING = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-)
+_ALPACA_OPENING = "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
 _ALPACA_OPENING_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n"

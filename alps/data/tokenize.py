@@ -11,7 +11,10 @@ from alps.data.templates import Segment
 
 @dataclass(frozen=True)
 class Tokens:
-    """`ids` [T] and, of the same length, whether each token is a target of the loss; `prompt_ids` is all before the last response, uncut."""
+    """A conversation's `ids` [T] and, of the same length, whether each token is a target of the loss.
+
+    `prompt_ids` is all before the last response, uncut.
+    """
 
     ids: list[int]
     learned: list[bool]

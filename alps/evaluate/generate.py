@@ -72,7 +72,7 @@ def greedy_answers(
 
 @contextmanager
 def _plain_generation(model: Any) -> Iterator[None]:
-    """Inside, the model's own generation config (sampling, a repetition penalty, beams, ...) is out of force: greedy, and no more."""
+    """Inside, the model's own generation config (sampling, beams, a repetition penalty) is out of force: greedy, and no more."""
     from transformers import GenerationConfig
 
     own, model.generation_config = model.generation_config, GenerationConfig()

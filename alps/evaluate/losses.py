@@ -36,9 +36,7 @@ def response_losses(
 
 
 @torch.inference_mode()
-def text_losses(
-    model: Any, tokenizer: Any, text: str, *, num_tokens: int, batch_size: int, show: bool = True
-) -> list[float]:
+def text_losses(model: Any, tokenizer: Any, text: str, *, num_tokens: int, batch_size: int, show: bool = True) -> list[float]:
     """Mean next-token loss (nats a token) of each window of 128 tokens of `text`, over its first `num_tokens` tokens.
 
     A model that forgot its general English shows it here. Raises ValueError for a text too short for two windows.

@@ -79,7 +79,9 @@ def _measure_answers(
     # A reference that was cut, or never had an answer, can be matched by nothing.
     checkable = [i for i, reference in enumerate(references) if reference is not None]
     if len(checkable) < 2:
-        skipped["exact_match"] = f"{len(checkable)} of {len(references)} references hold an answer that data.answer={answer} can read"
+        skipped["exact_match"] = (
+            f"{len(checkable)} of {len(references)} references hold an answer that data.answer={answer} can read"
+        )
         return
     if len(checkable) < len(references):
         log.warning("%d of %d references hold no answer; they are left out", len(references) - len(checkable), len(references))

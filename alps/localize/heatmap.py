@@ -28,8 +28,15 @@ _WIDE_SPREAD = 10.0  # largest over typical score above which a linear scale wou
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def plot_head_scores(scores_LH: np.ndarray, chosen: Collection[tuple[int, int]], *, title: str,
-                     score_name: str, path: Path, moved: Collection[tuple[int, int]] = ()) -> Path:
+def plot_head_scores(
+    scores_LH: np.ndarray,
+    chosen: Collection[tuple[int, int]],
+    *,
+    title: str,
+    score_name: str,
+    path: Path,
+    moved: Collection[tuple[int, int]] = (),
+) -> Path:
     """Draw the score of every attention head: layers down (0 at the top), query heads across. Returns `path`.
 
     Args:
@@ -54,8 +61,7 @@ def plot_head_scores(scores_LH: np.ndarray, chosen: Collection[tuple[int, int]],
     return path
 
 
-def _head_scores_figure(scores_LH: np.ndarray, chosen: _Heads, *, title: str, score_name: str,
-                        moved: _Heads = ()) -> Figure:
+def _head_scores_figure(scores_LH: np.ndarray, chosen: _Heads, *, title: str, score_name: str, moved: _Heads = ()) -> Figure:
     """Lay the picture out in inches (see `plot_head_scores`), so that cells are square for every shape."""
     scores_LH = _checked_scores(scores_LH)
     n_layers, n_heads = scores_LH.shape
@@ -92,8 +98,15 @@ def _head_scores_figure(scores_LH: np.ndarray, chosen: _Heads, *, title: str, sc
     grid.set_facecolor(_PALE)  # shows through where a logarithmic scale has no colour for zero
     shown_LH = np.ma.masked_equal(scores_LH, 0.0) if isinstance(norm, LogNorm) else scores_LH
     # viridis: evenly spaced to the eye, safe for colour-blind readers, and without the grey of the zeros.
-    mesh = grid.pcolormesh(np.arange(n_heads + 1) - 0.5, np.arange(n_layers + 1) - 0.5, shown_LH, norm=norm,
-                           cmap="viridis", edgecolors="white", linewidth=min(1.5 * cell, 0.5))
+    mesh = grid.pcolormesh(
+        np.arange(n_heads + 1) - 0.5,
+        np.arange(n_layers + 1) - 0.5,
+        shown_LH,
+        norm=norm,
+        cmap="viridis",
+        edgecolors="white",
+        linewidth=min(1.5 * cell, 0.5),
+    )
     step = 1 if cell >= 0.2 else 2  # smaller cells have no room for a number each
     grid.set(ylim=(n_layers - 0.5, -0.5), xticks=range(0, n_heads, step), yticks=range(0, n_layers, step))
     grid.set_xlabel("query head", fontsize=9, color=_INK)
@@ -104,13 +117,41 @@ def _head_scores_figure(scores_LH: np.ndarray, chosen: _Heads, *, title: str, sc
     marks[0].set(label=f"chosen: {len(chosen_heads)} of {scores_LH.size}", facecolor="#35b779")
     if moved_heads:
         layers, heads = zip(*moved_heads, strict=True)
-        marks += grid.plot(heads, layers, "o", ms=min(max(cell * 15, 2.4), 5.0), color="white", mec="black",
-                           mew=0.5, label=f"trains along (shared key/value): {len(moved_heads)}")
-    figure.text(left / width, 1 - 0.16 / height, "\n".join(title_lines), fontsize=12, fontweight="bold",
-                color=_INK, va="top", linespacing=1.2, parse_math=False)
-    figure.legend(handles=marks, loc="upper left", ncols=legend_columns, frameon=False, fontsize=9,
-                  bbox_to_anchor=((left + 0.02) / width, 1 - (above - legend_h - 0.1) / height), borderpad=0,
-                  borderaxespad=0, handlelength=1.1, handleheight=1.1, handletextpad=0.6, labelspacing=0.4)
+        marks += grid.plot(
+            heads,
+            layers,
+            "o",
+            ms=min(max(cell * 15, 2.4), 5.0),
+            color="white",
+            mec="black",
+            mew=0.5,
+            label=f"trains along (shared key/value): {len(moved_heads)}",
+        )
+    figure.text(
+        left / width,
+        1 - 0.16 / height,
+        "\n".join(title_lines),
+        fontsize=12,
+        fontweight="bold",
+        color=_INK,
+        va="top",
+        linespacing=1.2,
+        parse_math=False,
+    )
+    figure.legend(
+        handles=marks,
+        loc="upper left",
+        ncols=legend_columns,
+        frameon=False,
+        fontsize=9,
+        bbox_to_anchor=((left + 0.02) / width, 1 - (above - legend_h - 0.1) / height),
+        borderpad=0,
+        borderaxespad=0,
+        handlelength=1.1,
+        handleheight=1.1,
+        handletextpad=0.6,
+        labelspacing=0.4,
+    )
 
     counts_L = np.bincount([layer for layer, _ in chosen_heads], minlength=n_layers)
     counts = axes(counts_left, counts_w, grid_h, share_layers_with=grid)
@@ -123,8 +164,7 @@ def _head_scores_figure(scores_LH: np.ndarray, chosen: _Heads, *, title: str, sc
 
     colours = axes(bar_left, 0.15, bar_h)
     beyond = int((shown_LH < norm.vmin).any()) + 2 * int((shown_LH > norm.vmax).any())
-    bar = figure.colorbar(mesh, cax=colours, extend=("neither", "min", "max", "both")[beyond],
-                          extendfrac=0.12 / bar_h)
+    bar = figure.colorbar(mesh, cax=colours, extend=("neither", "min", "max", "both")[beyond], extendfrac=0.12 / bar_h)
     colours.minorticks_off()
     colours.set_yticks(list(ticks), list(ticks.values()))
     colours.tick_params(length=2, color=_QUIET)
@@ -148,8 +188,10 @@ def _checked_heads(heads: _Heads, name: str, n_layers: int, n_heads: int) -> set
     """The heads without repeats, or a ValueError that names the first one outside the grid."""
     for layer, head in heads:
         if layer not in range(n_layers) or head not in range(n_heads):
-            raise ValueError(f"{name} head (layer {layer}, query head {head}) is outside the grid; "
-                             f"allowed: layers 0..{n_layers - 1}, query heads 0..{n_heads - 1}")
+            raise ValueError(
+                f"{name} head (layer {layer}, query head {head}) is outside the grid; "
+                f"allowed: layers 0..{n_layers - 1}, query heads 0..{n_heads - 1}"
+            )
     return {(int(layer), int(head)) for layer, head in heads}
 
 
@@ -178,8 +220,7 @@ def _colour_scale(scores_LH: np.ndarray) -> tuple[Normalize, dict[float, str], s
     else:  # one value: give the scale some width around it and mark the value alone
         values, decimals = [low], 2 if largest else 0
         norm = Normalize(low - (largest or 1), low + (largest or 1))
-    ticks = {float(v): f"{v / 10.0**exponent:.{decimals}f}".replace("-", "−") for v in values
-             if low <= v <= high}
+    ticks = {float(v): f"{v / 10.0**exponent:.{decimals}f}".replace("-", "−") for v in values if low <= v <= high}
     return norm, ticks, f"×10{str(exponent).translate(_SUPERSCRIPT)}" if exponent else ""
 
 
@@ -187,13 +228,25 @@ def _log_ticks(first: float, last: float) -> dict[float, str]:
     """Powers of ten from `first` to `last`, with 2 and 5 times those where only few powers are in view."""
     digits = (1, 2, 5) if last < 1e3 * first else (1,)
     powers = range(math.floor(math.log10(first)), math.floor(math.log10(last)) + 1)
-    return {d * 10.0**p: (f"{d}×" if d > 1 else "") + f"10{str(p).translate(_SUPERSCRIPT)}"
-            for p in powers for d in digits if first <= d * 10.0**p <= last}
+    return {
+        d * 10.0**p: (f"{d}×" if d > 1 else "") + f"10{str(p).translate(_SUPERSCRIPT)}"
+        for p in powers
+        for d in digits
+        if first <= d * 10.0**p <= last
+    }
 
 
 def _outline(x: float, y: float, cell: float) -> Rectangle:
     """Outline at column `x`, row `y` of cells `cell` inches wide: white in black, to show on every colour."""
     white, rim = min(max(cell * 6, 0.9), 2.2), min(max(cell * 2.4, 0.6), 0.9)  # points
     side = 1 - (white + 2 * rim) / (cell * 72)  # the rim ends at the cell's edge, beside its neighbour's
-    return Rectangle((x - side / 2, y - side / 2), side, side, fc="none", ec="white", lw=white,
-                     joinstyle="miter", path_effects=[withStroke(linewidth=white + 2 * rim, foreground="k")])
+    return Rectangle(
+        (x - side / 2, y - side / 2),
+        side,
+        side,
+        fc="none",
+        ec="white",
+        lw=white,
+        joinstyle="miter",
+        path_effects=[withStroke(linewidth=white + 2 * rim, foreground="k")],
+    )

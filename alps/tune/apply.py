@@ -35,8 +35,8 @@ class TrainedParts:
         """One line for people, said at start-up."""
         if self.adapters:
             return (
-                f"trains {self.trained:,} adapter parameters beside the model's own {self.total:,}, which stay frozen; merged in, they "
-                f"change the weights they stand beside of all {self.total_heads} heads"
+                f"trains {self.trained:,} adapter parameters beside the model's own {self.total:,}, which stay frozen; "
+                f"merged in, they change all {self.total_heads} heads"
             )
         return (
             f"trains {self.trained:,} of {self.total:,} parameters ({self.trained / self.total:.2%}), "

@@ -42,8 +42,6 @@ def test_a_config_allows_what_the_code_knows(schema: type, key: str, known: Any)
 
 
 def test_checking_a_config_loads_no_pytorch() -> None:
-    code = (
-        "import sys; from alps.compose import compose_run; compose_run(['+experiment=math_8b']); print('torch' in sys.modules)"
-    )
+    code = "import sys; from alps.compose import compose_run; compose_run(['+experiment=math_8b']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr

@@ -38,11 +38,12 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         for i in range(24)
     ],
     "math": [
-        {"source": "data/CoT/gsm_train.json", "instruction": f"What is {i} + {i}?", "output": f"Adding them gives {2 * i}.\nThe answer is {2 * i}"}
+        {"source": "data/CoT/gsm.json", "instruction": f"What is {i} + {i}?", "output": f"The answer is {2 * i}"}
         for i in range(24)
     ],
     "code": [
-        {"instruction": f"Write a function that returns {i}.", "response": f"```python\ndef f():\n    return {i}\n```"} for i in range(24)
+        {"instruction": f"Write a function that returns {i}.", "response": f"```python\ndef f():\n    return {i}\n```"}
+        for i in range(24)
     ],
 }  # fmt: skip
 
@@ -52,8 +53,9 @@ def make_llama(folder: Path, size: str) -> Path:
     num_heads, num_kv_heads, tied = SHAPES[size]
     tokenizer = byte_tokenizer()
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=num_heads * 4, intermediate_size=64, num_hidden_layers=3, num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads, head_dim=4, tie_word_embeddings=tied, max_position_embeddings=2048,
+        vocab_size=len(tokenizer), hidden_size=num_heads * 4, intermediate_size=64, num_hidden_layers=3,
+        num_attention_heads=num_heads, num_key_value_heads=num_kv_heads, head_dim=4,
+        tie_word_embeddings=tied, max_position_embeddings=2048,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="100KB")
@@ -65,7 +67,8 @@ def make_llama(folder: Path, size: str) -> Path:
 def overrides(model: Path, data: Path, cache: Path) -> list[str]:
     return [
         f"model.path={model}", f"data.path={data}", f"paths.cache={cache}", "trainer=cpu", "trainer.precision=bf16-mixed",
-        "train.num_steps=2", "train.batch_size=4", "train.micro_batch_size=2", "train.proxy.num_steps=2", "train.learning_rate=0.01",
+        "train.num_steps=2", "train.batch_size=4", "train.micro_batch_size=2", "train.proxy.num_steps=2",
+        "train.learning_rate=0.01",
         "data.num_validation=4", "data.num_test=6", "eval.max_new_tokens=4", "eval.general_text_tokens=300",
         "logger.wandb=disabled", "callbacks.progress=false",
     ]  # fmt: skip
@@ -90,7 +93,7 @@ def test_experiment_runs_its_whole_pipeline(task: str, size: str, tmp_path: Path
     assert len(selection.heads) == -(-3 * SHAPES[size][0] // 10)  # ceil of a tenth of 3 layers' heads
     assert (tmp_path / "run" / "localize" / "heatmap.png").stat().st_size > 10_000
 
-    # The export is plain Hugging Face, in the base's dtype; unchosen Q/K/V rows are the base's, bit for bit; the rest has trained.
+    # The export is plain, in the base's dtype; unchosen Q/K/V rows are the base's, bit for bit; the rest has trained.
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert tuned.dtype == torch.bfloat16
     tied = tuned.get_input_embeddings().weight is tuned.get_output_embeddings().weight
@@ -104,6 +107,8 @@ def test_experiment_runs_its_whole_pipeline(task: str, size: str, tmp_path: Path
             name = f"model.layers.{layer}.self_attn.{projection}_proj.weight"
             chosen = {h // (1 if projection == "q" else group) for lay, h in selection.heads if lay == layer}
             for head in range(before[name].shape[0] // width):
-                same = torch.equal(before[name][head * width : (head + 1) * width], after[name][head * width : (head + 1) * width])
+                same = torch.equal(
+                    before[name][head * width : (head + 1) * width], after[name][head * width : (head + 1) * width]
+                )
                 assert same or head in chosen, f"{name}: frozen head {head} moved"
     assert not torch.equal(before["model.layers.0.mlp.up_proj.weight"], after["model.layers.0.mlp.up_proj.weight"])

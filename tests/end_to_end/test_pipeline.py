@@ -37,7 +37,8 @@ def quick_run(output: Path, cache: Path, *overrides: str) -> RunResult:
 def test_products_of_a_run(tmp_path: Path, cache: Path, tiny: Path) -> None:
     result = quick_run(tmp_path, cache)
     for product in ("config.yaml", "provenance.json", "localize/scores.json", "localize/heads.json", "localize/heatmap.png",
-                    "train/metrics.csv", "model/model.safetensors", "evaluation/base.json", "evaluation/tuned.json", "result.json"):  # fmt: skip
+                    "train/metrics.csv", "model/model.safetensors", "evaluation/base.json", "evaluation/tuned.json",
+                    "result.json"):  # fmt: skip
         assert (tmp_path / product).is_file(), product
     assert RunResult.load(tmp_path / "result.json") == result
     assert result.run_info.status == "completed"
@@ -46,7 +47,9 @@ def test_products_of_a_run(tmp_path: Path, cache: Path, tiny: Path) -> None:
     assert all(memory > 0 for memory in result.run_info.stage_peak_memory_bytes.values())
     assert set(result.eval_info.base) == {"response_loss", "exact_match", "few_shot_last_number", "general_text_loss"}
     assert set(result.eval_info.tuned) == {"response_loss", "exact_match", "general_text_loss"}
-    change, base, tuned = (part["response_loss"] for part in (result.eval_info.change, result.eval_info.base, result.eval_info.tuned))
+    change, base, tuned = (
+        part["response_loss"] for part in (result.eval_info.change, result.eval_info.base, result.eval_info.tuned)
+    )
     assert change["value"] == pytest.approx(tuned["value"] - base["value"])
     assert change["n"] == 8
 
@@ -90,7 +93,8 @@ def test_finished_stages_are_skipped_and_only_what_depends_on_a_change_is_done_a
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["strategy=random"], ["strategy=layer_consistent"], ["strategy=no_attn"], ["strategy=full"], ["strategy=lora", "strategy.lora.rank=4"],
+        ["strategy=random"], ["strategy=layer_consistent"], ["strategy=no_attn"], ["strategy=full"],
+        ["strategy=lora", "strategy.lora.rank=4"],
         ["train.proxy.tuner=lora"], ["train.proxy.tuner=full"], ["strategy.also_train=rest"], ["strategy.projections=[q,o]"],
         ["model.dtype=bfloat16", "trainer.precision=bf16-mixed"], ["export.dtype=bfloat16"], ["model.attention=eager"],
     ],
@@ -140,7 +144,7 @@ def test_an_unsupported_family_is_refused_before_its_weights_are_read(
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     tokenizer.save_pretrained(tmp_path / "gpt2")
     monkeypatch.setattr(alps.pipeline, "load_model", lambda *a, **k: pytest.fail("weights were read"))
-    with pytest.raises(ValueError, match="'gpt2' is not supported.*llama"):
+    with pytest.raises(ValueError, match=r"'gpt2' is not supported.*llama"):
         quick_run(tmp_path / "run", cache, f"model.path={tmp_path / 'gpt2'}")
 
 
@@ -148,7 +152,9 @@ def test_a_killed_run_goes_on_after_its_last_finished_stage(tmp_path: Path, cach
     command = [sys.executable, "-m", "alps.run", *QUICK, f"paths.cache={cache}", f"hydra.run.dir={tmp_path}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     # Long enough to be caught in training.
-    process = subprocess.Popen([*command, "train.num_steps=100000"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*command, "train.num_steps=100000"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 120
     while not (tmp_path / "localize" / "heads.json").exists():
         assert process.poll() is None, "the run ended by itself"

@@ -21,7 +21,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(build, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = folder.glob("*.whl")
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(folder / "site"), str(wheel)]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(folder / "site"),
+        str(wheel),
+    ]
     done = subprocess.run(install, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "site"
@@ -47,7 +58,8 @@ def test_the_wheel_runs_from_any_folder(site: Path, tmp_path: Path) -> None:
     assert "meta-llama/Llama-3.1-8B" in composed.stdout, composed.stderr
 
     small = ["model=tiny", "train.num_steps=2", "train.batch_size=2", "train.micro_batch_size=2", "train.proxy.num_steps=2",
-             "data.num_train=8", "data.num_validation=2", "data.num_test=4", "eval.general_text_tokens=300", "logger.wandb=disabled"]  # fmt: skip
+             "data.num_train=8", "data.num_validation=2", "data.num_test=4", "eval.general_text_tokens=300",
+             "logger.wandb=disabled"]  # fmt: skip
     ran = run_from(site, tmp_path, "-m", "alps.run", *small, "hydra.run.dir=here")
     assert ran.returncode == 0, ran.stderr
     assert (tmp_path / "here" / "result.json").is_file()
