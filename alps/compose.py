@@ -151,7 +151,7 @@ def _parse(overrides: Sequence[str], loader: ConfigLoader) -> list[Override]:
         except HydraException as error:
             why = str(error).split("\n")[0]
             raise ConfigError(
-                fault(line, line, "key=value, +experiment=NAME, ~key; quote values with , = or spaces", why=why)
+                fault(line, line, "key=value, +experiment=NAME, ~key; quote values with , = ~ or spaces", why=why)
             ) from None
     return parsed
 

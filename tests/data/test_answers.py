@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from alps.data.answers import ANSWERS, after_hashes, last_number, whole
+from alps.data.answers import after_hashes, last_number, whole
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,6 @@ def test_after_hashes(text: str, answer: str | None) -> None:
 @pytest.mark.parametrize(("text", "answer"), [(" 12 \n", "12"), ("a b", "a b"), ("  \n", None), ("", None)])
 def test_whole(text: str, answer: str | None) -> None:
     assert whole(text) == answer
-
-
-def test_the_table_of_readers_is_the_one_the_schema_allows() -> None:
-    from alps.config import DataConfig
-
-    assert {"none", *ANSWERS} == set(DataConfig.__dataclass_fields__["answer"].metadata["allowed"])
 
 
 @pytest.mark.real_data
