@@ -74,7 +74,7 @@ def _within(value: float, rules: Any) -> bool:
 
 def _bounds(rules: Any) -> str:
     words = {"at_least": "at least", "at_most": "at most", "above": "more than"}
-    parts = [f"{word} {rules[name]:g}" for name, word in words.items() if rules.get(name) is not None]
+    parts = [f"{word} {rules[name]}" for name, word in words.items() if rules.get(name) is not None]
     return "a number " + " and ".join(parts) if parts else "a finite number"
 
 
@@ -96,6 +96,10 @@ def _check_strategy(strategy: StrategyConfig) -> list[str]:
         )
     if not strategy.projections or len(set(strategy.projections)) < len(strategy.projections):
         faults.append(fault("strategy.projections", strategy.projections, "one or more of q, k, v, o, each once"))
+    if strategy.tuner == "full" and set(strategy.projections) != {"q", "k", "v"}:
+        faults.append(
+            fault("strategy.projections", strategy.projections, "[q, k, v]", why=f"strategy={strategy.name} trains everything")
+        )
     no_heads = strategy.selector not in ("all", "none") and strategy.ratio == 0
     if no_heads and strategy.also_train == "nothing":
         faults.append(
@@ -138,6 +142,10 @@ def _check_training(config: RunConfig) -> list[str]:
 def _check_paths(config: RunConfig) -> list[str]:
     """Names that are paths by their form must exist; others may be hub ids, but for the text file."""
     faults: list[str] = []
+    if not config.paths.cache.strip():
+        faults.append(fault("paths.cache", config.paths.cache, "a folder (the environment's ALPS_CACHE is empty)"))
+    if config.data.test_path and _same_file(config.data.path, config.data.test_path):
+        faults.append(fault("data.test_path", config.data.test_path, "another file than data.path, whose rows are trained on"))
     paths = {
         "model.path": config.model.path,
         "data.path": config.data.path,
@@ -164,6 +172,11 @@ def _is_path(key: str, value: str) -> bool:
     return (
         key == "eval.general_text" or value.startswith((".", "/", "~")) or Path(value).suffix in (".json", ".jsonl", ".parquet")
     )
+
+
+def _same_file(one: str, other: str) -> bool:
+    paths = [Path(path).expanduser() for path in (one, other)]
+    return all(path.exists() for path in paths) and paths[0].samefile(paths[1])
 
 
 def _nearest_path(path: Path) -> str | None:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
 import hydra
+import yaml
 from hydra import compose
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.initialize import get_gh_backup, restore_gh_from_backup
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -77,31 +82,64 @@ def compose_run(overrides: Sequence[str] = (), output: str | Path = "run") -> Ru
 def run_cli(task: Callable[[RunConfig], None], config_name: str) -> None:
     """The body of a verb's `main`: check every job that the command line asks for, then let Hydra run `task` on each.
 
-    A mistake is reported before any job starts, in one message and with exit code 2. Inside a sweep a failing job raises, so
-    that the other jobs still run; the command then ends with exit code 1.
+    A mistake in the config is reported before any job starts, in one message and with exit code 2. What our own code finds wrong
+    later (a data file, a model) is reported the same way, without a traceback (ALPS_TRACEBACK=1 shows it); faults that are not
+    ours to explain keep theirs. Inside a sweep a failing job raises, so that the other jobs still run; the command then ends with
+    exit code 1.
     """
     # Left to itself Hydra prints its own shortened traceback and exits 1; with this it raises, and people get our message.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        _check_command_line(sys.argv[1:], config_name)
-    except ConfigError as error:
-        _exit_with(error)
+    signal.signal(signal.SIGTERM, _stop)
+    failed: list[Exception] = []
 
     def job(config: DictConfig) -> None:
-        task(typed(config))
+        try:
+            run = typed(config)
+            _check_output(run)
+            task(run)
+        except Exception as error:
+            # Raised here, Hydra would first print that it was "executing job with overrides".
+            if HydraConfig.get().mode == RunMode.MULTIRUN or not _is_for_people(error):
+                print(f"alps: this job failed: {type(error).__name__}: {error}", file=sys.stderr)
+                raise
+            failed.append(error)
 
     try:
+        _check_command_line(sys.argv[1:], config_name)
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(job)()
-    except ConfigError as error:
-        _exit_with(error)
     except KeyboardInterrupt:
         print("stopped; the same command with the same hydra.run.dir goes on after the last finished stage", file=sys.stderr)
         sys.exit(130)
+    except Exception as error:
+        if not _is_for_people(error):
+            raise
+        # Only a sweep gets here with anything but a ConfigError: its other jobs have run.
+        _exit_with(error, 2 if isinstance(error, ConfigError) else 1)
+    if failed:
+        _exit_with(failed[0], 1 if isinstance(failed[0], ArithmeticError) else 2)
 
 
-def _exit_with(error: ConfigError) -> None:
+def _is_for_people(error: Exception) -> bool:
+    """Whether our own code raised it, to say what is wrong; what libraries raise is a fault to be seen whole."""
+    if os.environ.get("ALPS_TRACEBACK") == "1" or not isinstance(error, (ValueError, FileNotFoundError, FloatingPointError)):
+        return isinstance(error, ConfigError)
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and Path(frames[-1][0].f_code.co_filename).is_relative_to(Path(__file__).parent)
+
+
+def _exit_with(error: Exception, code: int) -> None:
     print(f"alps: this cannot be run:\n  {str(error).replace(chr(10), chr(10) + '  ')}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(code)
+
+
+def _stop(number: int, frame: object) -> None:
+    """On SIGTERM: leave through every `finally`, so that the record says so, with the exit code of a terminated process."""
+    raise SystemExit(128 + number)
+
+
+def _check_output(run: RunConfig) -> None:
+    if Path(run.paths.output) != Path(HydraConfig.get().runtime.output_dir):
+        raise ConfigError(fault("paths.output", run.paths.output, "hydra.run.dir=DIR, which puts all of a run in DIR"))
 
 
 @contextmanager
@@ -175,6 +213,8 @@ def _check_overrides(parsed: Sequence[Override], loader: ConfigLoader) -> None:
     faults: list[str] = []
     for override in parsed:
         key = override.key_or_group
+        if key in ("hydra.run.dir", "hydra.sweep.dir"):
+            faults += _check_run_folder(key, override)
         if key.split(".")[0].split("/")[0] == "hydra" or override.package is not None:
             continue
         if override.is_delete():
@@ -218,6 +258,16 @@ def _check_overrides(parsed: Sequence[Override], loader: ConfigLoader) -> None:
         raise ConfigError("\n".join(faults))
 
 
+def _check_run_folder(key: str, override: Override) -> list[str]:
+    """An empty folder name would spread a run over the current folder; a ~ would be taken literally."""
+    value = "" if override.value() is None else str(override.value())
+    above = [folder for folder in (Path(value), *Path(value).parents) if folder.is_file()]
+    if not value.strip() or value.startswith("~") or above:
+        why = f"{above[0]} is a file" if above else "~ is not expanded here; write $HOME" if value.strip() else "empty"
+        return [fault(key, value, "a folder's path", why=why)]
+    return []
+
+
 def _compose(overrides: list[str], output: str, config_name: str = "config") -> RunConfig:
     try:
         config = compose(config_name, overrides)
@@ -225,6 +275,8 @@ def _compose(overrides: list[str], output: str, config_name: str = "config") -> 
         if isinstance(error.__cause__, OmegaConfBaseException):
             raise _config_error(error.__cause__, str(error).split("\n")[0]) from None
         raise ConfigError(str(error).split("\nSee https")[0]) from None
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ConfigError(f"a config file cannot be read: {error}") from None
     # Outside a job there is no Hydra folder for this key to name.
     config.paths.output = output
     return typed(config)
@@ -235,7 +287,10 @@ def _config_error(error: OmegaConfBaseException, context: str = "") -> ConfigErr
     key = str(error.full_key or "config")
     value = getattr(error, "value", None)
     why = str(error.msg or error).split("\n")[0]
-    near = None if key in key_types(RunConfig) else nearest(key, list(key_types(RunConfig)))
+    known = key_types(RunConfig)
+    near = None if key in known else nearest(key, list(known)) or nearest(key, [name.rpartition(".")[2] for name in known])
+    if key == "experiment":
+        why += "; a file of the group experiment begins with the line `# @package _global_`"
     return ConfigError(fault(key, value, _kind(key), near, why=" ".join(part for part in (context, why) if part)))
 
 

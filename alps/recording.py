@@ -58,18 +58,23 @@ def recording(config: RunConfig) -> Iterator[Recording]:
         yield Recording(folder, result, tracker)
         result.run_info.status = "completed"
     except BaseException as error:
-        result.run_info.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
+        result.run_info.status = "interrupted" if stopped else "failed"
         result.run_info.error = f"{type(error).__name__}: {error}"
         raise
     finally:
         result.run_info.wall_seconds = time.perf_counter() - started
         for name, record in folder.records.items():
+            # What another config left in the same folder is not this run's.
+            if name not in folder.visited:
+                continue
             result.run_info.stage_seconds[name] = record.seconds
             result.run_info.stage_parts[name] = record.parts
             result.run_info.stage_peak_memory_bytes[name] = record.peak_memory_bytes
         result.save(folder.path / "result.json")
         images = {"heads": folder.path / "localize" / "heatmap.png"}
         tracker.finish(_summary(result), images, failed=result.run_info.status != "completed")
+        folder.close()
 
 
 def _ratio_in_force(config: RunConfig) -> float:

@@ -31,7 +31,9 @@ class TrainInfo:
     """What trained.
 
     `qkv_share` is the true share of the model's own Q/K/V parameters, larger than the share of heads under grouped-query
-    attention; 0 for LoRA, whose adapters stand beside them and are `trained_parameters`.
+    attention; 0 for LoRA, whose adapters stand beside them and are `trained_parameters`. `frozen_bit_identical` (None where
+    nothing was held frozen by rows) is after the casts that model.dtype and export.dtype ask for; `frozen_compared_as` names them
+    where they lose digits.
     """
 
     strategy: str
@@ -51,6 +53,7 @@ class TrainInfo:
     tokens_per_s: float = 0.0
     loss_curve: list[float] = field(default_factory=list)
     frozen_bit_identical: bool | None = None
+    frozen_compared_as: str = ""
 
 
 @dataclass

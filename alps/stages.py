@@ -6,13 +6,15 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from alps.files import write_whole
+from filelock import FileLock, Timeout
+
+from alps.files import sha256_of, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +26,7 @@ class StageRecord:
     seconds: float = 0.0
     peak_memory_bytes: int = 0
     inputs: str = ""
+    products: str = ""
     parts: dict[str, float] = field(default_factory=dict)
 
 
@@ -31,30 +34,43 @@ class RunFolder:
     """The folder of one run; stages.json in it says which stages are finished, and from which inputs."""
 
     def __init__(self, path: Path) -> None:
+        """Raises ValueError where another run has the folder: two would mix their products. The lock goes with its process."""
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(path / ".lock", timeout=0)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise ValueError(f"hydra.run.dir: {path} is in use by another run; wait for it or choose another folder") from None
+        self.visited: list[str] = []
         self._file = path / "stages.json"
         self.records: dict[str, StageRecord] = {}
         self._current: StageRecord | None = None
         if self._file.is_file():
             try:
                 saved = json.loads(self._file.read_text())
-                self.records = {name: StageRecord(**record) for name, record in saved.items()}
+                records = {name: StageRecord(**record) for name, record in saved.items()}
+                if not all(isinstance(record.seconds, (int, float)) for record in records.values()):
+                    raise TypeError("seconds are no number")
+                self.records = records
             except (ValueError, TypeError, AttributeError) as error:
                 log.warning("%s is damaged (%s): every stage is done anew", self._file, error)
 
     @contextmanager
-    def stage(self, name: str, product: Path, inputs: Any) -> Iterator[bool]:
-        """Yields whether the work has to be done: not if `product` is there and was made from equal `inputs` (plain data).
+    def stage(self, name: str, inputs: Any, *products: Path) -> Iterator[bool]:
+        """Yields whether the work has to be done: not if the `products` are there, unchanged, made from equal `inputs` (data).
 
-        The stage counts as finished only if its body ends without an error.
+        Products are files or folders. The stage counts as finished only if its body ends without an error.
         """
         key = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()[:24]
         record = self.records.get(name)
-        if record is not None and record.inputs == key and product.exists():
-            log.info("%s: done before from the same inputs, taken from %s", name, product)
-            yield False
-            return
+        self.visited.append(name)
+        if record is not None and record.inputs == key:
+            if record.products == _checksum(products):
+                log.info("%s: done before from the same inputs", name)
+                yield False
+                return
+            log.warning("%s: done before, but its products were changed or removed since; it is done anew", name)
         # From here on whatever is there is not a product of these inputs.
         self.records.pop(name, None)
         self._save()
@@ -65,7 +81,9 @@ class RunFolder:
         yield True
         record.seconds = time.perf_counter() - started
         record.peak_memory_bytes = peak_memory_bytes()
-        assert product.exists(), f"stage {name} ended without making {product}"
+        missing = [str(product) for product in products if not product.exists()]
+        assert not missing, f"stage {name} ended without making {missing}"
+        record.products = _checksum(products)
         self.records[name] = record
         self._current = None
         self._save()
@@ -78,8 +96,22 @@ class RunFolder:
         if self._current is not None:
             self._current.parts[name] = time.perf_counter() - started
 
+    def close(self) -> None:
+        """Let other processes have the folder."""
+        self._lock.release()
+
     def _save(self) -> None:
         write_whole(self._file, json.dumps({name: asdict(record) for name, record in self.records.items()}, indent=1))
+
+
+def _checksum(products: Sequence[Path]) -> str:
+    """Hash of the content of files and of all files in folders; of their absence too."""
+    digest = hashlib.sha256()
+    for product in products:
+        for file in sorted(product.rglob("*")) if product.is_dir() else [product]:
+            if file.is_file():
+                digest.update(f"{file.relative_to(product.parent)}:{sha256_of(file)};".encode())
+    return digest.hexdigest()[:24]
 
 
 def peak_memory_bytes() -> int:

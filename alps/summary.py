@@ -32,12 +32,14 @@ def summarise(result: RunResult) -> str:
         f"trained: {train.chosen_heads} of {train.total_heads} heads by {train.selector} ({kind}"
         + (", and all outside Q/K/V" if train.also_train == "rest" and train.tuner == "rows" else "")
         + f"), {train.trained_parameters:,} of {train.total_parameters:,} parameters"
-        f" ({train.trained_parameters / max(1, train.total_parameters):.2%}), {train.qkv_share:.2%} of Q/K/V"
+        f" ({train.trained_parameters / max(1, train.total_parameters):.2%})"
+        + ("" if train.tuner == "lora" else f", {train.qkv_share:.2%} of Q/K/V")
     )
     if train.moved_with_group:
         lines.append(f"moved along: {train.moved_with_group} unselected heads share the key/value head of a chosen one")
     if train.frozen_bit_identical is not None:
-        lines.append(f"frozen weights bit-identical to the base: {'yes' if train.frozen_bit_identical else 'NO'}")
+        cast = f" cast to {train.frozen_compared_as}" if train.frozen_compared_as else ""
+        lines.append(f"frozen weights bit-identical to the base{cast}: {'yes' if train.frozen_bit_identical else 'NO'}")
     lines.append(f"speed: {train.tokens_per_s:,.0f} tokens/s over {train.num_steps} steps")
     lines.append("time and peak memory by stage:")
     for name, seconds in run.stage_seconds.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import glob
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Literal
 from datasets import Dataset, load_dataset
 
 from alps.data.word_problems import generate_word_problems
+from alps.files import sha256_of
 
 GENERATED = "generated:word_problems"
 _LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -58,6 +60,9 @@ def load_rows(path: str, split: str, columns: Columns, *, subset: str | None = N
     """
     cache_dir = str(cache / "datasets") if cache else None
     local = Path(path).expanduser()
+    if cache_dir and local.is_file():
+        # The library tells versions of a file apart by its date alone.
+        cache_dir = f"{cache_dir}/{sha256_of(local)[:24]}"
     if is_local(path) and not local.exists():
         raise ValueError(f"data.path: {path} does not exist")
     if local.is_file() and local.suffix not in _LOADERS:
@@ -66,7 +71,7 @@ def load_rows(path: str, split: str, columns: Columns, *, subset: str | None = N
         raise ValueError(f"data.path: {path} is empty")
     try:
         if local.is_file():
-            rows = load_dataset(_LOADERS[local.suffix], data_files=str(local), split="train", cache_dir=cache_dir)
+            rows = load_dataset(_LOADERS[local.suffix], data_files=glob.escape(str(local)), split="train", cache_dir=cache_dir)
         else:
             rows = load_dataset(str(local) if local.exists() else path, subset, split=split, cache_dir=cache_dir)
     except Exception as error:  # the library raises many kinds; people need to know what was being read
@@ -106,6 +111,9 @@ def to_messages(row: Mapping[str, Any], columns: Columns, where: str) -> list[Me
             _text(row, column, where) for column in (columns.instruction, columns.input, columns.response)
         )
         messages = [Message("user", instruction, extra), Message("assistant", response)]
+    roles = [message.role for message in messages]
+    if "user" not in roles[: roles.index("assistant")] if "assistant" in roles else False:
+        raise ValueError(f"{where}: an assistant's turn stands before any user's")
     answers = [message for message in messages if message.role == "assistant"]
     if not answers or any(not answer.content.strip() for answer in answers):
         raise EmptyResponseError(f"{where}: the response is empty")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute
 from datasets import Dataset, load_from_disk
 
 from alps.config import DataConfig
@@ -72,11 +74,37 @@ def prepare_data(config: DataConfig, tokenizer: Any, cache: Path) -> TaskData:
     rows = _load_splits(config, cache)
     key = _cache_key(config, tokenizer, rows)
     folder = cache / "tokens" / key
-    if not (folder / "reports.json").is_file():
-        _tokenise_into(folder, rows, config, tokenizer)
-    reports = json.loads((folder / "reports.json").read_text())
+    if folder.exists():
+        try:
+            return _load(folder, key)
+        except Exception as error:  # damage shows in many ways; the cure is one
+            log.warning("%s is damaged (%s: %s): tokenised anew", folder, type(error).__name__, error)
+            shutil.rmtree(folder)
+    _tokenise_into(folder, rows, config, tokenizer)
+    return _load(folder, key)
+
+
+def _load(folder: Path, key: str) -> TaskData:
+    reports = {split: SplitReport(**report) for split, report in json.loads((folder / "reports.json").read_text()).items()}
     splits = {split: load_from_disk(str(folder / split)) for split in SPLITS}
-    return TaskData(**splits, reports={k: SplitReport(**v) for k, v in reports.items()}, fingerprint=key)
+    for split, rows in splits.items():
+        tokens = pyarrow.compute.sum(pyarrow.compute.list_value_length(rows.data.column("ids"))).as_py()
+        if (len(rows), tokens or 0) != (reports[split].rows, reports[split].tokens):
+            raise ValueError(f"{split} holds {len(rows)} rows and {tokens} tokens, not those of its report")
+    return TaskData(**splits, reports=reports, fingerprint=key)
+
+
+def check_fits(data: TaskData, model_config: Any) -> None:
+    """Raise ValueError where rows are longer than the model's context or hold tokens that it has no embedding for."""
+    context, vocabulary = (getattr(model_config, name, None) for name in ("max_position_embeddings", "vocab_size"))
+    for split in SPLITS:
+        ids = getattr(data, split).data.column("ids")
+        longest = pyarrow.compute.max(pyarrow.compute.list_value_length(ids)).as_py() or 0
+        largest = pyarrow.compute.max(pyarrow.compute.list_flatten(ids)).as_py() or 0
+        if context and longest > context:
+            raise ValueError(f"data.max_length: a {split} row has {longest} tokens; allowed: the model's context, {context}")
+        if vocabulary and largest >= vocabulary:
+            raise ValueError(f"model.path: its tokenizer makes token {largest}, but the model has {vocabulary} embeddings")
 
 
 def _load_splits(config: DataConfig, cache: Path) -> dict[str, Dataset]:
@@ -120,6 +148,8 @@ def _load_splits(config: DataConfig, cache: Path) -> dict[str, Dataset]:
 
 
 def _numbered(rows: Dataset) -> Dataset:
+    if _ROW in rows.column_names:
+        raise ValueError(f"data: a column may not be called {_ROW!r}")
     return rows.add_column(_ROW, np.arange(len(rows)))
 
 

@@ -116,6 +116,10 @@ def score_heads(
     if not np.isfinite(values_LH).all():
         layer, head = (int(i) for i in np.argwhere(~np.isfinite(values_LH))[0])
         raise ValueError(f"the score of layer {layer}, head {head} is {values_LH[layer, head]}: the weights overflow softmax")
+    if not values_LH.any():
+        raise ValueError(
+            f"every head's score is 0, so none can be ranked; a temperature of {temperature:g} may hide the difference"
+        )
     return HeadScores(layout, values_LH, representation, distance, temperature, labels[0], labels[1])
 
 

@@ -53,7 +53,7 @@ class WeightSource:
             raise ValueError(self._missing(name, list(self._files)))
         path = self._files[name]
         if path not in self._readers:
-            self._readers[path] = self._stack.enter_context(_open(path)).get_tensor
+            self._readers[path] = self._stack.enter_context(open_safetensors(path)).get_tensor
         try:
             return self._readers[path](name)
         except SafetensorError as error:
@@ -88,7 +88,7 @@ def _files_by_weight(folder: Path) -> dict[str, Path]:
         raise ValueError(f"{folder} is no folder; weights are read from a local Hugging Face folder or a model in memory")
     # The single file first, as transformers does: in a folder with both, one of them is stale.
     if (folder / SINGLE_FILE).is_file():
-        with _open(folder / SINGLE_FILE) as file:
+        with open_safetensors(folder / SINGLE_FILE) as file:
             return dict.fromkeys(file.keys(), folder / SINGLE_FILE)
     if (folder / INDEX_FILE).is_file():
         try:
@@ -102,7 +102,8 @@ def _files_by_weight(folder: Path) -> dict[str, Path]:
     raise ValueError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are read")
 
 
-def _open(path: Path) -> safe_open:
+def open_safetensors(path: Path) -> safe_open:
+    """Open a file for reading tensors. Raises ValueError, naming it, for one that is damaged or cut short."""
     try:
         return safe_open(str(path), framework="pt")
     except SafetensorError as error:

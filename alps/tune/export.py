@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from alps.files import whole_folder
+from alps.localize.weights import open_safetensors
 
 
 def export(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
@@ -24,7 +25,7 @@ def export(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None
         if tensor.is_floating_point():
             tensor = cast.setdefault(tensor.data_ptr(), tensor.to(dtype))
         state[name] = tensor
-    with whole_folder(folder) as partial:
+    with whole_folder(folder, replace=True) as partial:
         model.save_pretrained(partial, state_dict=state)
         # save_pretrained notes the dtype of the model in memory, not of what it was given to write.
         config = json.loads((partial / "config.json").read_text())
@@ -37,12 +38,10 @@ def stored_dtype(folder: Path) -> torch.dtype:
     """The dtype of most of a folder's weights, as stored."""
     from collections import Counter
 
-    from safetensors import safe_open
-
     names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     sizes: Counter[str] = Counter()
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(str(file), framework="pt") as reader:
+        with open_safetensors(file) as reader:
             for key in reader.keys():  # noqa: SIM118  not a dict
                 view = reader.get_slice(key)
                 size = 1

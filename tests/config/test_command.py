@@ -26,6 +26,8 @@ def alps_run(folder: Path, *arguments: str, timeout: float = 60) -> subprocess.C
         (["data=jsonl"], ["data.path = '???'"]),
         (["seed=1,2"], ["seed=1,2 names several values; add -m to sweep over them"]),
         (["hydra.run.dri=x"], ["hydra.run.dri"]),
+        (["hydra.run.dir="], ["hydra.run.dir = ''", "a folder's path"]),
+        (["hydra.run.dir='~/runs'"], ["hydra.run.dir = '~/runs'", "write $HOME"]),
         (["--config-name", "nope"], ["nope"]),
         (["--config-dir", "./nowhere"], ["--config-dir = './nowhere'"]),
         (["-m", "seed=0,1", "train.epochs=1,-1,2"], ["train.epochs = -1.0"]),
@@ -91,3 +93,14 @@ def test_in_a_sweep_the_jobs_after_one_that_fails_still_run_and_the_failure_is_n
     assert (tmp_path / "sweep" / "1" / "model" / "model.safetensors").is_file()
     assert "the response is empty; data.empty_response=drop" in done.stderr
     assert "held-out response loss" in done.stdout
+
+
+def test_what_is_wrong_in_the_data_is_said_like_a_mistake_in_the_config(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"instruction": "q", "responce": "a"}\n' * 8)
+    done = alps_run(tmp_path, *QUICK[:-1], "data.path=./bad.jsonl", "hydra.run.dir=run")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "has no column 'response'; it has 'instruction', 'responce'; nearest: 'responce'" in done.stderr
+    result = json.loads((tmp_path / "run" / "result.json").read_text())["run_info"]
+    assert result["status"] == "failed"
+    assert "no column 'response'" in result["error"]

@@ -133,6 +133,9 @@ def test_the_folder_and_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert compose_run().paths.cache == "~/.cache/alps"
     monkeypatch.setenv("ALPS_CACHE", str(tmp_path / "c"))
     assert compose_run().paths.cache == str(tmp_path / "c")
+    monkeypatch.setenv("ALPS_CACHE", "")
+    with pytest.raises(ConfigError, match=r"paths\.cache = ''"):
+        compose_run()
 
 
 def test_composing_leaves_hydras_own_state_alone() -> None:
@@ -236,13 +239,14 @@ def test_a_config_file_holds_known_keys_and_explains_itself(file: str) -> None:
         (["eval.suites=[maths]"], "eval.suites = ['maths']", "a list of general, math, code, forgetting", "math"),
         (["strategy.ratio=1.01"], "strategy.ratio = 1.01", "a number at least 0 and at most 1", None),
         (["strategy.ratio=-0.1"], "strategy.ratio = -0.1", "a number at least 0 and at most 1", None),
-        (["train.epochs=0"], "train.epochs = 0.0", "a number more than 0", None),
-        (["train.epochs=nan"], "train.epochs = nan", "a number more than 0", None),
-        (["train.learning_rate=inf"], "train.learning_rate = inf", "a number more than 0", None),
+        (["train.epochs=0"], "train.epochs = 0.0", "more than 0", None),
+        (["train.epochs=nan"], "train.epochs = nan", "more than 0", None),
+        (["train.learning_rate=inf"], "train.learning_rate = inf", "more than 0", None),
         (["train.num_steps=0"], "train.num_steps = 0", "a number at least 1", None),
         (["seed=-1"], "seed = -1", "a number at least 0", None),
         (["data.max_length=7"], "data.max_length = 7", "a number at least 8", None),
         (["eval.general_text_tokens=255"], "eval.general_text_tokens = 255", "a number at least 256", None),
+        (["seed=4294967296"], "seed = 4294967296", "at most 4294967295", None),
         (["strategy.lora.rank=0"], "strategy.lora.rank = 0", "a number at least 1", None),
         # combinations
         (["strategy=lora", "strategy.also_train=rest"], "strategy.also_train = 'rest': strategy=lora fixes", "nothing", None),
@@ -312,6 +316,12 @@ def test_a_mistake_is_answered_with_key_value_what_is_allowed_and_the_nearest(
     assert rest[0].startswith("    allowed: ")
     assert allowed in rest[0]
     assert near is None or rest[1] == f"    nearest: {near}"
+
+
+def test_rows_that_are_trained_on_are_no_test_rows(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"data\.test_path = 'rows\.jsonl'"):
+        compose_run(["data=jsonl", f"data.path={tmp_path}/rows.jsonl", "data.test_path=rows.jsonl"])
 
 
 def test_the_nearest_path_is_one_that_is_there(tmp_path: Path) -> None:

@@ -344,6 +344,8 @@ def test_a_conversation_without_an_answer_is_empty(turns: Any) -> None:
         (["a", "b"], "a turn's role is None"),
         ([{"role": "user"}], "a turn has no content; it has 'role'"),
         ([{"role": "user", "content": 3}], "column 'content' must hold text, found int 3"),
+        (chat(("assistant", "b"), ("user", "a"), ("assistant", "c")), "an assistant's turn stands before any user's"),
+        (chat(("system", "a"), ("assistant", "b")), "an assistant's turn stands before any user's"),
         ("a: b", "messages must be a list of {role, content}, found str"),
     ],
 )

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from datasets import Dataset
 import alps.data.task_data as task_data
 from alps.compose import compose_run
 from alps.config import DataConfig
-from alps.data.task_data import SPLITS, TaskData, prepare_data
+from alps.data.task_data import SPLITS, TaskData, check_fits, prepare_data
 from alps.models import byte_tokenizer
 
 NUM_ROWS = 30
@@ -219,6 +220,38 @@ def test_whatever_the_tokens_depend_on_is_tokenised_anew(
     assert all(getattr(changed, split)[:] == getattr(fresh, split)[:] for split in SPLITS)
 
 
+def remove_a_report(folder: Path) -> None:
+    (folder / "reports.json").unlink()
+
+
+def remove_a_split(folder: Path) -> None:
+    shutil.rmtree(folder / "test")
+
+
+def swap_two_splits(folder: Path) -> None:
+    shutil.rmtree(folder / "test")
+    shutil.copytree(folder / "train", folder / "test")
+
+
+@pytest.mark.parametrize("damage", [remove_a_report, remove_a_split, swap_two_splits])
+def test_a_damaged_cache_is_made_anew(damage: Callable[[Path], None], tmp_path: Path, tokenised: list[str]) -> None:
+    file = write(tmp_path / "rows.jsonl")
+    first = prepare(file)
+    expected = responses(first)
+    damage(tmp_path / "cache" / "tokens" / first.fingerprint)
+    assert responses(prepare(file)) == expected
+    assert tokenised == [*SPLITS, *SPLITS]
+
+
+def test_a_file_changed_within_the_same_second_is_read_again(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl")
+    status = file.stat()
+    prepare(file)
+    change_one_letter(file)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert "q Answer 7" in str(responses(prepare(file)))
+
+
 @pytest.mark.parametrize("ended_by", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_tokenisation_leaves_nothing_that_is_taken_for_whole(
     ended_by: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -262,6 +295,22 @@ def test_a_killed_tokenisation_leaves_nothing_that_is_taken_for_whole(tmp_path: 
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert list((tmp_path / "cache" / "tokens").iterdir()), "it was to die with half of the work done"
     assert responses(prepare(file)) == expected
+
+
+# --- with a model
+
+
+def test_rows_longer_than_the_context_and_tokens_without_an_embedding_are_refused(tmp_path: Path) -> None:
+    data = prepare(write(tmp_path / "rows.jsonl"), "data.template=question_answer")
+    longest = max(len(ids) for split in SPLITS for ids in getattr(data, split)["ids"])
+    largest = max(token for split in SPLITS for ids in getattr(data, split)["ids"] for token in ids)
+    check_fits(data, SimpleNamespace(max_position_embeddings=longest, vocab_size=largest + 1))
+    with pytest.raises(
+        ValueError, match=rf"data\.max_length: a \w+ row has {longest} tokens, the model's context is {longest - 1}"
+    ):
+        check_fits(data, SimpleNamespace(max_position_embeddings=longest - 1, vocab_size=largest + 1))
+    with pytest.raises(ValueError, match=rf"token {largest}, but the model has {largest} embeddings"):
+        check_fits(data, SimpleNamespace(max_position_embeddings=longest, vocab_size=largest))
 
 
 # --- reports

@@ -102,8 +102,10 @@ def test_every_text_lies_inside_the_picture_and_tick_labels_do_not_overlap(shape
     assert inside.y0 >= 0
     assert inside.x1 <= figure.get_figwidth()
     assert inside.y1 <= figure.get_figheight()
-    for labels, low, high in ((figure.axes[0].get_xticklabels(), "x0", "x1"),
-                              (figure.axes[0].get_yticklabels()[::-1], "y0", "y1")):
+    for labels, low, high in (
+        (figure.axes[0].get_xticklabels(), "x0", "x1"),
+        (figure.axes[0].get_yticklabels()[::-1], "y0", "y1"),
+    ):
         boxes = [label.get_window_extent() for label in labels]
         assert all(getattr(a, high) + 10 < getattr(b, low) for a, b in itertools.pairwise(boxes))
 

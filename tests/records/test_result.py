@@ -105,7 +105,7 @@ def test_a_run_that_ends_well(config: RunConfig) -> None:
     with recording(config) as record:
         assert saved(config).run_info.status == "running", "written before the work, for runs that are killed"
         record.result.eval_info.change["response_loss"] = {"value": -0.5, "stderr": 0.1, "n": 4}
-        with record.folder.stage("train", record.folder.path / "model", 1):
+        with record.folder.stage("train", 1, record.folder.path / "model"):
             (record.folder.path / "model").mkdir()
             with record.folder.part("merging"):
                 pass
@@ -123,16 +123,16 @@ def test_a_run_that_ends_well(config: RunConfig) -> None:
     ("error", "status", "reason"),
     [
         (RuntimeError("out of luck"), "failed", "RuntimeError: out of luck"),
-        (SystemExit(3), "failed", "SystemExit: 3"),
+        (SystemExit(3), "interrupted", "SystemExit: 3"),
         (KeyboardInterrupt(), "interrupted", "KeyboardInterrupt: "),
     ],
 )
 def test_a_run_that_ends_badly(error: BaseException, status: str, reason: str, config: RunConfig) -> None:
     def body() -> None:
         with recording(config) as record:
-            with record.folder.stage("localize", record.folder.path / "heads", 1):
+            with record.folder.stage("localize", 1, record.folder.path / "heads"):
                 (record.folder.path / "heads").write_text("made")
-            with record.folder.stage("train", record.folder.path / "model", 1):
+            with record.folder.stage("train", 1, record.folder.path / "model"):
                 raise error
 
     with pytest.raises(type(error)):
@@ -150,6 +150,13 @@ def test_a_run_that_goes_on_after_a_failure_ends_completed(config: RunConfig) ->
     with recording(config):
         pass
     assert (saved(config).run_info.status, saved(config).run_info.error) == ("completed", None)
+
+
+def test_stages_that_another_config_left_in_the_folder_are_not_this_runs(config: RunConfig) -> None:
+    for name in ("localize", "train"):
+        with recording(config) as record, record.folder.stage(name, 1, record.folder.path / name):
+            (record.folder.path / name).write_text("made")
+    assert list(saved(config).run_info.stage_seconds) == ["train"]
 
 
 def test_what_the_run_was_is_written_beside_it(config: RunConfig) -> None:
