@@ -8,6 +8,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ import pytest
 from datasets import Dataset
 
 import alps.data.task_data as task_data
+import alps.files
 from alps.compose import compose_run
 from alps.config import DataConfig
 from alps.data.task_data import SPLITS, TaskData, check_fits, prepare_data
@@ -243,12 +246,13 @@ def test_a_damaged_cache_is_made_anew(damage: Callable[[Path], None], tmp_path: 
     assert tokenised == [*SPLITS, *SPLITS]
 
 
-def test_a_file_changed_within_the_same_second_is_read_again(tmp_path: Path) -> None:
+def test_a_file_changed_without_a_new_date_or_size_is_read_again_by_another_process(tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl")
     status = file.stat()
     prepare(file)
     change_one_letter(file)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    alps.files._sha256_of_state.cache_clear()  # what one process remembers of a file
     assert "q Answer 7" in str(responses(prepare(file)))
 
 
@@ -273,26 +277,27 @@ def test_an_interrupted_tokenisation_leaves_nothing_that_is_taken_for_whole(
     assert responses(prepare(file)) == expected
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_killed_tokenisation_leaves_nothing_that_is_taken_for_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+DIES_AT_TEST = """
+import os, sys
+from pathlib import Path
+import alps.data.task_data as task_data
+from alps.compose import compose_run
+from alps.models import byte_tokenizer
+
+real = task_data._tokenise
+task_data._tokenise = lambda rows, split, *rest: os._exit(9) if split == "test" else real(rows, split, *rest)
+file, cache, *overrides = sys.argv[1:]
+config = compose_run(["data=jsonl", f"data.path={file}", *overrides]).data
+task_data.prepare_data(config, byte_tokenizer(), Path(cache))
+"""
+
+
+def test_a_killed_tokenisation_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
     """Killed outright, a process cannot clean up behind itself."""
     file = write(tmp_path / "rows.jsonl")
     expected = responses(prepare(file, cache=tmp_path / "undisturbed"))
-    real = task_data._tokenise
-
-    def dies_at_test(rows: Dataset, split: str, *arguments: Any) -> Any:
-        if split == "test":
-            os._exit(9)
-        return real(rows, split, *arguments)
-
-    child = os.fork()
-    if child == 0:
-        try:
-            monkeypatch.setattr(task_data, "_tokenise", dies_at_test)
-            prepare(file)
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    arguments = [str(file), str(tmp_path / "cache"), "data.num_validation=4", "data.num_test=6"]
+    assert subprocess.run([sys.executable, "-c", DIES_AT_TEST, *arguments], capture_output=True).returncode == 9
     assert list((tmp_path / "cache" / "tokens").iterdir()), "it was to die with half of the work done"
     assert responses(prepare(file)) == expected
 
@@ -306,7 +311,7 @@ def test_rows_longer_than_the_context_and_tokens_without_an_embedding_are_refuse
     largest = max(token for split in SPLITS for ids in getattr(data, split)["ids"] for token in ids)
     check_fits(data, SimpleNamespace(max_position_embeddings=longest, vocab_size=largest + 1))
     with pytest.raises(
-        ValueError, match=rf"data\.max_length: a \w+ row has {longest} tokens, the model's context is {longest - 1}"
+        ValueError, match=rf"data\.max_length: a \w+ row has {longest} tokens; allowed: the model's context, {longest - 1}"
     ):
         check_fits(data, SimpleNamespace(max_position_embeddings=longest - 1, vocab_size=largest + 1))
     with pytest.raises(ValueError, match=rf"token {largest}, but the model has {largest} embeddings"):
