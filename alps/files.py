@@ -62,16 +62,21 @@ def _partial(path: Path) -> Path:
 
 
 def sha256_of(file: Path) -> str:
-    """SHA-256 of a file's content, hexadecimal."""
+    """SHA-256 of a file's content, hexadecimal. A large file is read once a process, while its size and date stay the same."""
     status = file.stat()
+    if status.st_size < _LARGE:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
     return _sha256_of_state(file, status.st_size, status.st_mtime_ns)
+
+
+# Weights are above it. Smaller files can change twice within a tick of the file system's clock.
+_LARGE = 64 * 2**20
 
 
 @functools.cache
 def _sha256_of_state(file: Path, size: int, changed_ns: int) -> str:
-    """Of large files, read once a process: size and time of change are there to tell states of a file apart."""
+    digest = hashlib.sha256()
     with file.open("rb") as stream:
-        digest = hashlib.sha256()
         while block := stream.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()
