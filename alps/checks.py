@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from alps.config import RunConfig, StrategyConfig
+from alps.config import CompareConfig, LocalizeConfig, RunConfig, StrategyConfig
 
 # Strategies that leave no choice of what else trains. Read by conf/ through the resolver `where_free` (alps/compose.py).
 FIXED_ALSO_TRAIN = {"full": "rest", "lora": "nothing"}
@@ -39,6 +39,33 @@ def check(config: RunConfig) -> None:
     faults = _check_keys(config, "")
     if not faults:
         faults = [*_check_strategy(config.strategy), *_check_training(config), *_check_paths(config)]
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def check_localize(config: LocalizeConfig) -> None:
+    """Raise ConfigError with every fault of a localisation's config."""
+    faults = _check_keys(config, "")
+    faults += _check_models({"base": config.base, "task": config.task})
+    if config.base == config.task and config.base_revision == config.task_revision:
+        faults.append(fault("task", config.task, "another model than base: nothing would differ"))
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def check_compare(config: CompareConfig) -> None:
+    """Raise ConfigError with every fault of a comparison's config."""
+    faults = _check_keys(config, "")
+    if not 2 <= len(config.heads) <= 8:
+        faults.append(fault("heads", config.heads, "2 to 8 heads.json files, as in heads=[a/heads.json,b/heads.json]"))
+    for name in config.heads:
+        path = Path(name).expanduser()
+        if path.is_dir() and (path / "heads.json").is_file():
+            faults.append(fault("heads", name, "a heads.json file", str(path / "heads.json"), why="a folder"))
+        elif not path.is_file():
+            faults.append(fault("heads", name, "an existing heads.json file", _nearest_path(path)))
+    if config.names is not None and not len(set(config.names)) == len(config.names) == len(config.heads):
+        faults.append(fault("names", config.names, f"a name of its own for each of the {len(config.heads)} heads files"))
     if faults:
         raise ConfigError("\n".join(faults))
 
@@ -100,7 +127,12 @@ def _check_strategy(strategy: StrategyConfig) -> list[str]:
         faults.append(
             fault("strategy.projections", strategy.projections, "[q, k, v]", why=f"strategy={strategy.name} trains everything")
         )
-    no_heads = strategy.selector not in ("all", "none") and strategy.ratio == 0
+    if (strategy.selector == "from_file") != (strategy.heads_file is not None):
+        allowed = "a heads.json file" if strategy.heads_file is None else "null, or strategy=from_file"
+        faults.append(fault("strategy.heads_file", strategy.heads_file, allowed, why=f"strategy.selector is {strategy.selector}"))
+    if strategy.budget == "parameters" and not set(strategy.projections) & {"q", "k", "v"}:
+        faults.append(fault("strategy.budget", "parameters", "heads", why="it counts parameters of q, k and v, and none opens"))
+    no_heads = strategy.selector in ("spad", "random", "layer_consistent") and strategy.ratio == 0
     if no_heads and strategy.also_train == "nothing":
         faults.append(
             fault(
@@ -152,26 +184,47 @@ def _check_paths(config: RunConfig) -> list[str]:
         "data.test_path": config.data.test_path,
         "train.proxy.task_model": config.train.proxy.task_model,
         "eval.general_text": config.eval.general_text,
+        "strategy.heads_file": config.strategy.heads_file,
     }
     for key, value in paths.items():
         if value is not None and not value.strip():
-            faults.append(fault(key, value, "a file or folder" if key == "eval.general_text" else "a file, a folder or a hub id"))
+            faults.append(fault(key, value, "a file" if key in _FILES else "a file, a folder or a hub id"))
         elif value and _is_path(key, value) and not Path(value).expanduser().exists():
             faults.append(fault(key, value, "an existing file or folder", _nearest_path(Path(value).expanduser())))
-    if config.model.path.startswith(("wheel:", "random:")):
-        from alps.models import BUILT_IN
-
-        if config.model.path not in BUILT_IN:
-            faults.append(fault("model.path", config.model.path, f"{', '.join(BUILT_IN)}, a folder or a hub id"))
+    faults += _check_built_in("model.path", config.model.path)
     if config.data.path.startswith("generated:") and config.data.path != "generated:word_problems":
         faults.append(fault("data.path", config.data.path, "generated:word_problems, a file, a folder or a hub id"))
     return faults
 
 
+def _check_models(models: dict[str, str]) -> list[str]:
+    """Names of models: a folder (which must exist, if it is a path by its form), a hub id or a built-in one."""
+    faults = []
+    for key, value in models.items():
+        path = Path(value).expanduser()
+        if not value.strip():
+            faults.append(fault(key, value, "a folder or a hub id"))
+        elif _is_path(key, value) and not path.exists():
+            faults.append(fault(key, value, "an existing folder", _nearest_path(path)))
+        faults += _check_built_in(key, value)
+    return faults
+
+
+def _check_built_in(key: str, value: str) -> list[str]:
+    if value.startswith(("wheel:", "random:")):
+        from alps.models import BUILT_IN
+
+        if value not in BUILT_IN:
+            return [fault(key, value, f"{', '.join(BUILT_IN)}, a folder or a hub id")]
+    return []
+
+
 def _is_path(key: str, value: str) -> bool:
-    return (
-        key == "eval.general_text" or value.startswith((".", "/", "~")) or Path(value).suffix in (".json", ".jsonl", ".parquet")
-    )
+    return key in _FILES or value.startswith((".", "/", "~")) or Path(value).suffix in (".json", ".jsonl", ".parquet")
+
+
+# Keys that can name nothing but a local file.
+_FILES = ("eval.general_text", "strategy.heads_file")
 
 
 def _same_file(one: str, other: str) -> bool:

@@ -1,18 +1,14 @@
-"""From command-line overrides to a checked RunConfig, and the wrapper around Hydra that speaks to people."""
+"""From command-line overrides to a checked config, with every mistake in it found and explained before Hydra runs anything."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import signal
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Generic, TypeVar, cast
 
-import hydra
 import yaml
 from hydra import compose
 from hydra._internal.hydra import Hydra
@@ -20,18 +16,18 @@ from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.initialize import get_gh_backup, restore_gh_from_backup
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from alps.checks import ConfigError, check, fault, fixed_also_train, nearest
 from alps.config import RunConfig, describe_type, key_types
+
+C = TypeVar("C")
 
 
 def conf_dir() -> Path:
@@ -50,22 +46,54 @@ def _precision_over(dtype: str) -> str:
     return "bf16-mixed" if dtype == "bfloat16" else "32-true"
 
 
+def _absolute(path: str) -> str:
+    """A sweep joins a job's folder to its own unless it is absolute."""
+    return str(Path(path).absolute())
+
+
+OmegaConf.register_new_resolver("absolute", _absolute, replace=True)
 OmegaConf.register_new_resolver("where_free", _where_free, replace=True)
 OmegaConf.register_new_resolver("precision_over", _precision_over, replace=True)
-ConfigStore.instance().store(name="schema", node=RunConfig)
 
 
-def typed(config: DictConfig) -> RunConfig:
-    """A composed config as a checked RunConfig. Raises ConfigError with every fault found."""
+@dataclass(frozen=True)
+class Verb(Generic[C]):
+    """A command: the file in conf/ that it begins with, the type of its config, and what is checked of it beyond single keys."""
+
+    config_name: str
+    schema: type[C]
+    check: Callable[[C], None]
+    # The key that holds the folder of all it writes, and what a person sets to choose it.
+    output_key: str = "out"
+    folder_option: str = "out"
+    when_stopped: str = "nothing was finished; the same command begins again"
+
+    def __post_init__(self) -> None:
+        ConfigStore.instance().store(name=f"{self.config_name}_schema", node=self.schema)
+
+
+RUN = Verb(
+    "config",
+    RunConfig,
+    check,
+    output_key="paths.output",
+    folder_option="hydra.run.dir",
+    when_stopped="the same command with the same hydra.run.dir goes on after the last finished stage",
+)
+
+
+def typed(config: DictConfig, verb: Verb[C]) -> C:
+    """A composed config as its checked dataclass. Raises ConfigError with every fault found."""
     try:
         missing = OmegaConf.missing_keys(config)
         if missing:
-            raise ConfigError("\n".join(fault(key, "???", f"{_kind(key)}; it has no default") for key in sorted(missing)))
-        run = cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), config)))
+            kinds = {key: _kind(key, verb.schema) for key in sorted(missing)}
+            raise ConfigError("\n".join(fault(key, "???", f"{kind}; it has no default") for key, kind in kinds.items()))
+        checked = cast(C, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(verb.schema), config)))
     except OmegaConfBaseException as error:
-        raise _config_error(error) from None
-    check(run)
-    return run
+        raise _config_error(error, verb.schema) from None
+    verb.check(checked)
+    return checked
 
 
 def compose_run(overrides: Sequence[str] = (), output: str | Path = "run") -> RunConfig:
@@ -75,71 +103,8 @@ def compose_run(overrides: Sequence[str] = (), output: str | Path = "run") -> Ru
     """
     with _config_loader(conf_dir()) as loader:
         parsed = _parse(overrides, loader)
-        _check_overrides(parsed, loader)
-        return _compose(list(overrides), str(output))
-
-
-def run_cli(task: Callable[[RunConfig], None], config_name: str) -> None:
-    """The body of a verb's `main`: check every job that the command line asks for, then let Hydra run `task` on each.
-
-    A mistake in the config is reported before any job starts, in one message and with exit code 2. What our own code finds wrong
-    later (a data file, a model) is reported the same way, without a traceback (ALPS_TRACEBACK=1 shows it); faults that are not
-    ours to explain keep theirs. Inside a sweep a failing job raises, so that the other jobs still run; the command then ends with
-    exit code 1.
-    """
-    # Left to itself Hydra prints its own shortened traceback and exits 1; with this it raises, and people get our message.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    signal.signal(signal.SIGTERM, _stop)
-    failed: list[Exception] = []
-
-    def job(config: DictConfig) -> None:
-        try:
-            run = typed(config)
-            _check_output(run)
-            task(run)
-        except Exception as error:
-            # Raised here, Hydra would first print that it was "executing job with overrides".
-            if HydraConfig.get().mode == RunMode.MULTIRUN or not _is_for_people(error):
-                print(f"alps: this job failed: {type(error).__name__}: {error}", file=sys.stderr)
-                raise
-            failed.append(error)
-
-    try:
-        _check_command_line(sys.argv[1:], config_name)
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(job)()
-    except KeyboardInterrupt:
-        print("stopped; the same command with the same hydra.run.dir goes on after the last finished stage", file=sys.stderr)
-        sys.exit(130)
-    except Exception as error:
-        if not _is_for_people(error):
-            raise
-        # Only a sweep gets here with anything but a ConfigError: its other jobs have run.
-        _exit_with(error, 2 if isinstance(error, ConfigError) else 1)
-    if failed:
-        _exit_with(failed[0], 1 if isinstance(failed[0], ArithmeticError) else 2)
-
-
-def _is_for_people(error: Exception) -> bool:
-    """Whether our own code raised it, to say what is wrong; what libraries raise is a fault to be seen whole."""
-    if os.environ.get("ALPS_TRACEBACK") == "1" or not isinstance(error, (ValueError, FileNotFoundError, FloatingPointError)):
-        return isinstance(error, ConfigError)
-    frames = list(traceback.walk_tb(error.__traceback__))
-    return bool(frames) and Path(frames[-1][0].f_code.co_filename).is_relative_to(Path(__file__).parent)
-
-
-def _exit_with(error: Exception, code: int) -> None:
-    print(f"alps: this cannot be run:\n  {str(error).replace(chr(10), chr(10) + '  ')}", file=sys.stderr)
-    sys.exit(code)
-
-
-def _stop(number: int, frame: object) -> None:
-    """On SIGTERM: leave through every `finally`, so that the record says so, with the exit code of a terminated process."""
-    raise SystemExit(128 + number)
-
-
-def _check_output(run: RunConfig) -> None:
-    if Path(run.paths.output) != Path(HydraConfig.get().runtime.output_dir):
-        raise ConfigError(fault("paths.output", run.paths.output, "hydra.run.dir=DIR, which puts all of a run in DIR"))
+        _check_overrides(parsed, loader, RUN)
+        return _compose(list(overrides), RUN, str(output))
 
 
 @contextmanager
@@ -160,7 +125,8 @@ def _config_loader(folder: Path, extra: str | None = None) -> Iterator[ConfigLoa
         restore_gh_from_backup(before)
 
 
-def _check_command_line(arguments: Sequence[str], config_name: str) -> None:
+def check_command_line(arguments: Sequence[str], verb: Verb[C]) -> None:
+    """Raise ConfigError for anything wrong in any job that the command line asks for."""
     try:
         options = get_args_parser().parse_args(list(arguments))
     except SystemExit as error:  # argparse has said what is wrong
@@ -173,9 +139,13 @@ def _check_command_line(arguments: Sequence[str], config_name: str) -> None:
         if sweep and not options.multirun:
             swept = ", ".join(str(o.input_line) for o in parsed if o.is_sweep_override())
             raise ConfigError(f"{swept} names several values; add -m to sweep over them")
-        _check_overrides(parsed, loader)
+        _check_overrides(parsed, loader, verb)
+        folders: list[str] = []
         for overrides in _jobs(parsed):
-            _compose(overrides, "run", options.config_name or config_name)
+            config = _compose(overrides, verb, "run" if verb is RUN else None, options.config_name)
+            folders += [] if verb is RUN else [str(getattr(config, verb.output_key))]
+        if repeated := {folder for folder in folders if folders.count(folder) > 1}:
+            raise ConfigError(fault(verb.output_key, sorted(repeated)[0], "a folder for each job, such as out='DIR/${ratio}'"))
 
 
 def _parse(overrides: Sequence[str], loader: ConfigLoader) -> list[Override]:
@@ -206,14 +176,14 @@ def _jobs(parsed: Sequence[Override]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*choices)]
 
 
-def _check_overrides(parsed: Sequence[Override], loader: ConfigLoader) -> None:
+def _check_overrides(parsed: Sequence[Override], loader: ConfigLoader, verb: Verb[C]) -> None:
     """Refuse unknown groups, options and keys, with the nearest match, before Hydra does it less helpfully."""
-    known = key_types(RunConfig)
-    groups = [g for g in loader.list_groups("") if g != "hydra"]
+    known = key_types(verb.schema)
+    groups = [g for g in loader.list_groups("") if g in known or (g == "experiment" and verb is RUN)]
     faults: list[str] = []
     for override in parsed:
         key = override.key_or_group
-        if key in ("hydra.run.dir", "hydra.sweep.dir"):
+        if key in ("hydra.run.dir", "hydra.sweep.dir", verb.output_key):
             faults += _check_run_folder(key, override)
         if key.split(".")[0].split("/")[0] == "hydra" or override.package is not None:
             continue
@@ -261,6 +231,8 @@ def _check_overrides(parsed: Sequence[Override], loader: ConfigLoader) -> None:
 def _check_run_folder(key: str, override: Override) -> list[str]:
     """An empty folder name would spread a run over the current folder; a ~ would be taken literally."""
     value = "" if override.value() is None else str(override.value())
+    if override.is_sweep_override():
+        return []
     above = [folder for folder in (Path(value), *Path(value).parents) if folder.is_file()]
     if not value.strip() or value.startswith("~") or above:
         why = f"{above[0]} is a file" if above else "~ is not expanded here; write $HOME" if value.strip() else "empty"
@@ -268,32 +240,33 @@ def _check_run_folder(key: str, override: Override) -> list[str]:
     return []
 
 
-def _compose(overrides: list[str], output: str, config_name: str = "config") -> RunConfig:
+def _compose(overrides: list[str], verb: Verb[C], output: str | None = None, config_name: str | None = None) -> C:
     try:
-        config = compose(config_name, overrides)
+        config = compose(config_name or verb.config_name, overrides)
     except HydraException as error:
         if isinstance(error.__cause__, OmegaConfBaseException):
-            raise _config_error(error.__cause__, str(error).split("\n")[0]) from None
+            raise _config_error(error.__cause__, verb.schema, str(error).split("\n")[0]) from None
         raise ConfigError(str(error).split("\nSee https")[0]) from None
     except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
         raise ConfigError(f"a config file cannot be read: {error}") from None
-    # Outside a job there is no Hydra folder for this key to name.
-    config.paths.output = output
-    return typed(config)
+    if output is not None:
+        # Outside a job there is no Hydra folder for this key to name.
+        OmegaConf.update(config, verb.output_key, output)
+    return typed(config, verb)
 
 
-def _config_error(error: OmegaConfBaseException, context: str = "") -> ConfigError:
+def _config_error(error: OmegaConfBaseException, schema: type, context: str = "") -> ConfigError:
     """What OmegaConf found wrong, with the key, its value and what is allowed."""
     key = str(error.full_key or "config")
     value = getattr(error, "value", None)
     why = str(error.msg or error).split("\n")[0]
-    known = key_types(RunConfig)
+    known = key_types(schema)
     near = None if key in known else nearest(key, list(known)) or nearest(key, [name.rpartition(".")[2] for name in known])
     if key == "experiment":
         why += "; a file of the group experiment begins with the line `# @package _global_`"
-    return ConfigError(fault(key, value, _kind(key), near, why=" ".join(part for part in (context, why) if part)))
+    return ConfigError(fault(key, value, _kind(key, schema), near, why=" ".join(part for part in (context, why) if part)))
 
 
-def _kind(key: str) -> str:
-    kind = key_types(RunConfig).get(key.split("[")[0])
+def _kind(key: str, schema: type) -> str:
+    kind = key_types(schema).get(key.split("[")[0])
     return describe_type(kind) if kind else "a value of the right type"

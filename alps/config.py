@@ -10,6 +10,11 @@ from typing import Any
 from omegaconf import MISSING
 
 SUITES = ("general", "math", "code", "forgetting")
+REPRESENTATIONS = ("qkv", "qkv_product", "o_proj")
+DISTANCES = ("w1", "w1_value", "kl", "js", "cosine", "euclidean", "relative_l2")
+NORMALIZATIONS = ("none", "layer", "weight_scale")
+BUDGETS = ("heads", "parameters")
+UNITS = ("head", "group")
 
 
 def one_of(*allowed: str, default: str = MISSING) -> Any:
@@ -70,14 +75,18 @@ class LoraConfig:
 @dataclass
 class StrategyConfig:
     name: str = MISSING
-    selector: str = one_of("spad", "random", "layer_consistent", "all", "none")
+    selector: str = one_of("spad", "random", "layer_consistent", "all", "none", "from_file")
     tuner: str = one_of("rows", "lora", "full")
     ratio: float = number(at_least=0, at_most=1)
     also_train: str = one_of("nothing", "rest")
     projections: list[str] = field(default_factory=lambda: ["q", "k", "v"], metadata={"each": ("q", "k", "v", "o")})
-    representation: str = one_of("qkv", default="qkv")
-    distance: str = one_of("w1", default="w1")
+    budget: str = one_of(*BUDGETS, default="heads")
+    unit: str = one_of(*UNITS, default="head")
+    representation: str = one_of(*REPRESENTATIONS, default="qkv")
+    distance: str = one_of(*DISTANCES, default="w1")
     temperature: float = number(1.0, above=0)
+    normalization: str = one_of(*NORMALIZATIONS, default="none")
+    heads_file: str | None = None
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
@@ -164,6 +173,42 @@ class RunConfig:
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
+
+
+@dataclass
+class LocalizeConfig:
+    """All of `python -m alps.localize`."""
+
+    base: str = MISSING
+    task: str = MISSING
+    base_revision: str | None = None
+    task_revision: str | None = None
+    ratio: float = number(at_least=0, at_most=1)
+    budget: str = one_of(*BUDGETS)
+    unit: str = one_of(*UNITS)
+    representation: str = one_of(*REPRESENTATIONS)
+    distance: str = one_of(*DISTANCES)
+    temperature: float = number(above=0)
+    normalization: str = one_of(*NORMALIZATIONS)
+    title: str | None = None
+    top: int = number(at_least=0)
+    threads: int | None = number(None, at_least=1, at_most=512)
+    progress: bool = True
+    cache: str = MISSING
+    out: str = MISSING
+
+
+@dataclass
+class CompareConfig:
+    """All of `python -m alps.localize.compare`."""
+
+    heads: list[str] = MISSING
+    names: list[str] | None = None
+    title: str | None = None
+    directions: bool = False
+    progress: bool = True
+    cache: str = MISSING
+    out: str = MISSING
 
 
 def key_types(schema: type, prefix: str = "") -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import logging
@@ -24,11 +23,11 @@ _GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def resolve_model(path: str, cache: Path, revision: str | None = None) -> Path:
+def resolve_model(path: str, cache: Path, revision: str | None = None, *, key: str = "model.path") -> Path:
     """The local folder of a model: config.json, safetensors, tokenizer.
 
     `path` is a folder, a hub id (downloaded to the hub's own cache; safetensors, never code), or one of `BUILT_IN`, which is made
-    in `cache` once. Raises ValueError saying what is missing and how to get it.
+    in `cache` once. Raises ValueError saying what is missing and how to get it; `key` is what a person set to name it.
     """
     if path in BUILT_IN:
         folder = cache / "models" / path.replace(":", "-")
@@ -44,8 +43,8 @@ def resolve_model(path: str, cache: Path, revision: str | None = None) -> Path:
     if local.is_dir():
         return local
     if local.is_file():
-        raise ValueError(f"{path} is a file; a model is a folder with config.json, safetensors and a tokenizer")
-    return _from_hub(path, revision)
+        raise ValueError(f"{key}: {path} is a file; a model is a folder with config.json, safetensors and a tokenizer")
+    return _from_hub(path, revision, key)
 
 
 def load_model(folder: Path, *, dtype: str = "float32", attention: str = "sdpa", device: str = "cpu") -> Any:
@@ -108,14 +107,6 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def fingerprint(folder: Path) -> str:
-    """Hash of a folder's config and weights, short. Two folders with one fingerprint hold the same model."""
-    digest = hashlib.sha256()
-    for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-        digest.update(sha256_of(file).encode())
-    return digest.hexdigest()[:16]
-
-
 def _checksums(folder: Path) -> dict[str, str]:
     return {file.name: sha256_of(file) for file in sorted(folder.iterdir()) if file.name != "complete.json"}
 
@@ -127,7 +118,7 @@ def _is_whole(folder: Path) -> bool:
         return False
 
 
-def _from_hub(path: str, revision: str | None) -> Path:
+def _from_hub(path: str, revision: str | None, key: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
@@ -140,9 +131,9 @@ def _from_hub(path: str, revision: str | None) -> Path:
         )
     except Exception as error:  # the hub's client raises a dozen kinds; what to do is the same
         raise ValueError(
-            f"model.path: {path!r} is no local folder and cannot be fetched from the hub: {type(error).__name__}: "
+            f"{key}: {path!r} is no local folder and cannot be fetched from the hub: {type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''} (gated models need `hf auth login`; "
-            "a local copy works too: model.path=FOLDER)"
+            f"a local copy works too: {key}=FOLDER)"
         ) from error
 
 

@@ -8,7 +8,7 @@ import json
 import logging
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,21 +19,21 @@ from alps.config import RunConfig
 from alps.data.task_data import check_fits, prepare_data
 from alps.data.tokenize import pad_id
 from alps.evaluate.losses import general_text
-from alps.evaluate.metrics import Evaluation, Metric, paired_change
+from alps.evaluate.metrics import Evaluation
 from alps.evaluate.task import evaluate_task
-from alps.heads import HeadSelection
+from alps.heads import HeadSelection, Projection
 from alps.localize import HeadScores, score_heads
-from alps.localize.heatmap import plot_head_scores
-from alps.localize.weights import weight_names
-from alps.models import fingerprint, layout_of, load_model, load_tokenizer, resolve_model
+from alps.localize.localization import LOCALIZATION_FILES, twins_layout, write_localization
+from alps.models import layout_of, load_model, load_tokenizer, resolve_model
 from alps.progress import quiet_libraries
-from alps.recording import Recording, recording
+from alps.recording import Recording, record_evaluations, record_training, recording
 from alps.result import RunResult
 from alps.select import select_heads
 from alps.train.fit import FitReport, fit
 from alps.tune import close_after_training, count_trained, open_for_training
 from alps.tune.export import export, stored_dtype
 from alps.tune.verify import moved_outside
+from alps.weights import fingerprint, weight_names
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def run(config: RunConfig) -> RunResult:
         selection = pipeline.select(pipeline.localize())
         tuned_folder = pipeline.train(selection)
         tuned = pipeline.evaluate("tuned", tuned_folder)
-        _record_evaluations(record.result, base, tuned)
+        record_evaluations(record.result, base, tuned)
     return record.result
 
 
@@ -87,12 +87,8 @@ class Pipeline:
         path = self.config.train.proxy.task_model
         if not path or self.config.strategy.selector != "spad":
             return None
-        folder = resolve_model(path, self.cache)
-        layout = layout_of(folder)
-        if layout != self.layout:
-            raise ValueError(
-                f"train.proxy.task_model: {path} is a {layout}; the base is a {self.layout}: only twins can be compared"
-            )
+        folder = resolve_model(path, self.cache, key="train.proxy.task_model")
+        twins_layout(self.base_folder, folder, "train.proxy.task_model")
         return folder
 
     def evaluate(self, name: str, model_folder: Path) -> Evaluation:
@@ -124,7 +120,7 @@ class Pipeline:
         if strategy.selector != "spad":
             return None
         product = self.folder.path / "localize" / "scores.json"
-        scoring = [strategy.representation, strategy.distance, strategy.temperature]
+        scoring = [strategy.representation, strategy.distance, strategy.temperature, strategy.normalization]
         given = self.task_folder
         inputs: list[Any] = [self.base_fingerprint, scoring]
         if given is not None:
@@ -149,6 +145,7 @@ class Pipeline:
                         representation=strategy.representation,
                         distance=strategy.distance,
                         temperature=strategy.temperature,
+                        normalization=strategy.normalization,
                         names=names,
                         show_progress=config.callbacks.progress,
                     )
@@ -173,28 +170,36 @@ class Pipeline:
         return close_after_training(model, proxy.tuner)
 
     def select(self, scores: HeadScores | None) -> HeadSelection:
-        """The heads to train, with a picture where they were scored."""
-        config, folder = self.config, self.folder.path / "localize"
-        selection = select_heads(config.strategy.selector, self.layout, config.strategy.ratio, scores=scores, seed=config.seed)
-        selection.save(folder / "heads.json")
-        if scores is None:
-            (folder / "heatmap.png").unlink(missing_ok=True)  # of another strategy that ran in this folder
+        """The heads to train, with tables and pictures where they were scored."""
+        config, strategy, folder = self.config, self.config.strategy, self.folder.path / "localize"
+        selection = select_heads(
+            strategy.selector,
+            self.layout,
+            strategy.ratio,
+            scores=scores,
+            seed=config.seed,
+            budget=strategy.budget,
+            unit=strategy.unit,
+            projections=cast(list[Projection], strategy.projections),
+            heads_file=Path(strategy.heads_file).expanduser() if strategy.heads_file else None,
+        )
+        if scores is not None:
+            write_localization(scores, selection, folder, f"{config.model.name} on {config.data.name}")
         else:
-            plot_head_scores(
-                scores.values_LH,
-                selection.heads,
-                title=f"{config.model.name} on {config.data.name}",
-                score_name=f"shift of the head's weights ({scores.representation}, {scores.distance})",
-                path=folder / "heatmap.png",
-                moved=selection.moved_with_group,
-            )
+            for name in LOCALIZATION_FILES:  # of another strategy that ran in this folder
+                (folder / name).unlink(missing_ok=True)
+            selection.save(folder / "heads.json")
+        self.record.result.train_info.ratio = (
+            len(selection.heads) / self.layout.num_heads if selection.ratio is None else selection.ratio
+        )
         return selection
 
     def train(self, selection: HeadSelection) -> Path:
         """Train what the strategy says; returns the folder of the merged model, checked against the base where rows trained."""
         config, strategy = self.config, self.config.strategy
         product, report = self.folder.path / "model", self.folder.path / "train" / "report.json"
-        how = asdict(strategy) if strategy.tuner == "lora" else [strategy.tuner, strategy.also_train, strategy.projections]
+        adapters = asdict(strategy.lora) if strategy.tuner == "lora" else None
+        how = [strategy.tuner, strategy.also_train, strategy.projections, adapters]
         recipe = {key: value for key, value in asdict(config.train).items() if key != "proxy"}
         where = [asdict(config.trainer), self.held_as, asdict(config.export)]
         inputs = [self.base_fingerprint, self.data.fingerprint, selection.hash, how, recipe, where, config.seed]
@@ -217,7 +222,7 @@ class Pipeline:
                 saved = {"parts": asdict(parts), "fit": asdict(fitted), **frozen}
                 report.write_text(json.dumps(saved) + "\n")
                 self._release()
-        _record_training(self.record.result, selection, json.loads(report.read_text()))
+        record_training(self.record.result, selection, json.loads(report.read_text()))
         return product
 
     def _fit(
@@ -281,27 +286,3 @@ class Pipeline:
     def _release(self) -> None:
         self._base_model = None
         gc.collect()
-
-
-def _record_training(result: RunResult, selection: HeadSelection, saved: dict[str, Any]) -> None:
-    train, parts, fitted = result.train_info, saved["parts"], saved["fit"]
-    train.selection_hash = selection.hash
-    train.chosen_heads, train.total_heads = parts["chosen_heads"], parts["total_heads"]
-    train.moved_with_group = parts["moved_with_group"]
-    train.trained_parameters, train.total_parameters = parts["trained"], parts["total"]
-    train.qkv_share = parts["qkv_trained"] / parts["qkv_total"]
-    train.num_steps, train.tokens = fitted["num_steps"], fitted["num_tokens"]
-    train.tokens_per_s, train.loss_curve = fitted["tokens_per_s"], fitted["loss_curve"]
-    train.frozen_bit_identical, train.frozen_compared_as = saved["frozen_bit_identical"], saved["frozen_compared_as"]
-
-
-def _record_evaluations(result: RunResult, base: Evaluation, tuned: Evaluation) -> None:
-    def short(metric: Metric) -> dict[str, float]:
-        return {"value": metric.value, "stderr": metric.stderr, "n": metric.n}
-
-    info = result.eval_info
-    info.base = {name: short(metric) for name, metric in base.metrics.items()}
-    info.tuned = {name: short(metric) for name, metric in tuned.metrics.items()}
-    info.skipped = {**base.skipped, **tuned.skipped}
-    shared = [name for name in base.metrics if name in tuned.metrics]
-    info.change = {name: short(paired_change(base.metrics[name], tuned.metrics[name])) for name in shared}

@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from alps import provenance
 from alps.config import RunConfig
+from alps.evaluate.metrics import Evaluation, Metric, paired_change
+from alps.heads import HeadSelection
 from alps.result import EvalInfo, MetaInfo, RunInfo, RunResult, TrainInfo
 from alps.stages import RunFolder
 from alps.tracking import Tracker
@@ -91,3 +94,30 @@ def _summary(result: RunResult) -> dict[str, float]:
     summary = {f"{part}/{name}": metric["value"] for part, metrics in parts.items() for name, metric in metrics.items()}
     summary |= {"qkv_share": train.qkv_share, "trained_parameters": float(train.trained_parameters)}
     return summary | {"wall_seconds": result.run_info.wall_seconds}
+
+
+def record_training(result: RunResult, selection: HeadSelection, saved: dict[str, Any]) -> None:
+    """What trained and how it went: the training stage's report, into the record."""
+    train, parts, fitted = result.train_info, saved["parts"], saved["fit"]
+    train.selection_hash = selection.hash
+    train.chosen_heads, train.total_heads = parts["chosen_heads"], parts["total_heads"]
+    train.moved_with_group = parts["moved_with_group"]
+    train.trained_parameters, train.total_parameters = parts["trained"], parts["total"]
+    train.qkv_share = parts["qkv_trained"] / parts["qkv_total"]
+    train.num_steps, train.tokens = fitted["num_steps"], fitted["num_tokens"]
+    train.tokens_per_s, train.loss_curve = fitted["tokens_per_s"], fitted["loss_curve"]
+    train.frozen_bit_identical, train.frozen_compared_as = saved["frozen_bit_identical"], saved["frozen_compared_as"]
+
+
+def record_evaluations(result: RunResult, base: Evaluation, tuned: Evaluation) -> None:
+    """Both models' metrics and their paired changes, into the record."""
+
+    def short(metric: Metric) -> dict[str, float]:
+        return {"value": metric.value, "stderr": metric.stderr, "n": metric.n}
+
+    info = result.eval_info
+    info.base = {name: short(metric) for name, metric in base.metrics.items()}
+    info.tuned = {name: short(metric) for name, metric in tuned.metrics.items()}
+    info.skipped = {**base.skipped, **tuned.skipped}
+    shared = [name for name in base.metrics if name in tuned.metrics]
+    info.change = {name: short(paired_change(base.metrics[name], tuned.metrics[name])) for name in shared}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from alps.compose import run_cli
+from alps.command import run_cli
+from alps.compose import RUN
 from alps.config import RunConfig
 
 
 def main() -> None:
     """The command: `alps-run`, or `python -m alps.run`, with Hydra's overrides."""
-    run_cli(_run_and_report, "config")
+    run_cli(RUN, _run_and_report)
 
 
 def _run_and_report(config: RunConfig) -> None:

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from alps.heads.families import Arrangement, family_of, unsupported
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 Projection = Literal["q", "k", "v", "o"]
 PROJECTIONS: tuple[Projection, ...] = ("q", "k", "v", "o")
+QKV: tuple[Projection, ...] = ("q", "k", "v")
 Head = tuple[int, int]
 """(layer, query head), both counted from 0."""
-
-# Hugging Face `model_type`s whose decoder has separate q/k/v/o projections with contiguous heads. Each one is checked
-# by tests/heads/test_families.py: perturbing a head's rows changes exactly that head's output in the real module.
-SUPPORTED_FAMILIES: tuple[str, ...] = (
-    "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
-    "granite", "granitemoe", "helium", "hunyuan_v1_dense", "llama", "ministral", "mistral", "mixtral", "nemotron",
-    "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-    "seed_oss", "smollm3", "stablelm", "starcoder2",
-)  # fmt: skip
-
-_OUTPUT_NAMES = ("o_proj", "out_proj", "dense")
 
 
 @dataclass(frozen=True)
@@ -34,8 +26,9 @@ class HeadLayout:
     """The position of every head of one decoder.
 
     Shapes (docs/notation.md): L layers, H query heads, K key/value heads, G = H/K query heads to a key/value head,
-    E head width, D model width. Query head h of a layer owns rows [h*E, (h+1)*E) of q and columns [h*E, (h+1)*E) of o;
-    it shares rows [g*E, (g+1)*E) of k and of v, with g = h // G, with the other query heads of its group.
+    E head width, D model width. A head is E neighbouring rows of q, [E, D], and E columns of o, [D, E]; the E rows of k and of v
+    are those of its key/value head g = h // G, which the other query heads of the group share. In which module those rows are,
+    and where they begin, is the arrangement's (alps/heads/families.py); `transposed` modules store [in, out].
     """
 
     family: str
@@ -44,66 +37,65 @@ class HeadLayout:
     num_kv_heads: int
     head_width: int
     model_width: int
-    # `{layer}` stands for the layer's number; the module's weight is NAME.weight, its bias NAME.bias.
+    # `{layer}` stands for the layer's number; the module's weight is NAME.weight, its bias NAME.bias. Fused ones share a name.
     module_names: tuple[tuple[str, str], ...]
     biased: tuple[str, ...]
+    arrangement: Arrangement
+    transposed: bool
 
     @classmethod
     def from_model(cls, model: nn.Module) -> HeadLayout:
         """Read the layout off a Hugging Face causal language model.
 
-        Raises ValueError, naming the supported families, for a family that is unknown, fuses its projections, or shapes
-        them unlike its config says.
+        Raises ValueError, naming the supported families, for a family that is unknown or shapes its projections unlike its
+        config says.
         """
         from torch import nn
 
         config: Any = model.config
-        family = str(config.model_type)
-        if family not in SUPPORTED_FAMILIES:
-            raise ValueError(_unsupported(family, "it is not among the families whose heads this version can locate"))
-        found: list[tuple[str, nn.Module]] = [
-            (name, module) for name, module in model.named_modules() if hasattr(module, "q_proj")
-        ]
+        name = str(config.model_type)
+        family = family_of(name)
+        found = [(path, part) for path, part in model.named_modules() if isinstance(getattr(part, family.q, None), nn.Module)]
         if not found:
-            raise ValueError(_unsupported(family, "no module with a separate q_proj was found in it"))
+            raise ValueError(unsupported(name, f"no module with {family.q} was found in it"))
         first_name, first = found[0]
-        output = next((name for name in _OUTPUT_NAMES if hasattr(first, name)), None)
-        attributes = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": output or ""}
+        output = next((candidate for candidate in family.o if hasattr(first, candidate)), "")
+        attributes: dict[Projection, str] = {"q": family.q, "k": family.k, "v": family.v, "o": output}
         for projection, attribute in attributes.items():
             if not isinstance(getattr(first, attribute, None), nn.Module):
-                raise ValueError(_unsupported(family, f"{first_name} has no separate {projection} projection"))
+                raise ValueError(unsupported(name, f"{first_name} has no separate {projection} projection"))
         pattern = _layer_pattern(first_name)
-        expected = [pattern.format(layer=layer) for layer in range(len(found))]
-        if [name for name, _ in found] != expected:
-            raise ValueError(_unsupported(family, f"its attention modules are not numbered {pattern} from 0"))
+        if [path for path, _ in found] != [pattern.format(layer=layer) for layer in range(len(found))]:
+            raise ValueError(unsupported(name, f"its attention modules are not numbered {pattern} from 0"))
 
-        q, k, o = (getattr(first, attributes[p]).weight for p in ("q", "k", "o"))
         num_query_heads = int(config.num_attention_heads)
         num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_query_heads)
-        head_width, remainder = divmod(q.shape[0], num_query_heads)
+        weight = getattr(first, family.q).weight
+        rows, columns = reversed(weight.shape) if family.transposed else weight.shape
+        heads_in_rows = num_query_heads + (0 if family.arrangement == "separate" else 2 * num_kv_heads)
+        head_width, remainder = divmod(rows, heads_in_rows)
+        if remainder or num_query_heads % num_kv_heads:
+            shape = f"{attributes['q']} {tuple(weight.shape)}"
+            heads = f"{num_query_heads} query and {num_kv_heads} key/value heads"
+            raise ValueError(unsupported(name, f"{shape} does not divide into {heads}"))
         layout = cls(
-            family=family,
+            family=name,
             num_layers=len(found),
             num_query_heads=num_query_heads,
             num_kv_heads=num_kv_heads,
             head_width=head_width,
-            model_width=int(q.shape[1]),
+            model_width=int(columns),
             module_names=tuple((p, f"{pattern}.{attributes[p]}") for p in PROJECTIONS),
             biased=tuple(p for p in PROJECTIONS if getattr(first, attributes[p]).bias is not None),
+            arrangement=family.arrangement,
+            transposed=family.transposed,
         )
-        if remainder or num_query_heads % num_kv_heads or o.shape[1] != q.shape[0] or k.shape[0] != num_kv_heads * head_width:
-            raise ValueError(
-                _unsupported(
-                    family,
-                    f"q {tuple(q.shape)}, k {tuple(k.shape)} and o {tuple(o.shape)} do not divide into "
-                    f"{num_query_heads} query and {num_kv_heads} key/value heads",
-                )
-            )
-        for name, module in found:
+        for path, module in found:
             for projection in PROJECTIONS:
-                shape = tuple(getattr(module, attributes[projection]).weight.shape)
-                if shape != layout.shape(projection):
-                    raise ValueError(_unsupported(family, f"{name}: {projection} is {shape}, not {layout.shape(projection)}"))
+                stored = tuple(getattr(module, attributes[projection]).weight.shape)
+                if stored != layout.stored_shape(projection):
+                    expected = f"{layout.stored_shape(projection)} of {num_query_heads} query and {num_kv_heads} key/value heads"
+                    raise ValueError(unsupported(name, f"{path}: {projection} is {stored}, not the {expected}"))
         return layout
 
     @classmethod
@@ -112,9 +104,7 @@ class HeadLayout:
         import torch
         from transformers import AutoModelForCausalLM
 
-        family = str(config.model_type)
-        if family not in SUPPORTED_FAMILIES:
-            raise ValueError(_unsupported(family, "it is not among the families whose heads this version can locate"))
+        family_of(str(config.model_type))
         with torch.device("meta"):
             return cls.from_model(AutoModelForCausalLM.from_config(config))
 
@@ -129,10 +119,12 @@ class HeadLayout:
         return self.num_query_heads // self.num_kv_heads
 
     def __str__(self) -> str:
-        bias = f", bias on {', '.join(self.biased)}" if self.biased else ""
+        extra = f", bias on {', '.join(self.biased)}" if self.biased else ""
+        extra += "" if self.arrangement == "separate" else f", q, k and v {self.arrangement}"
+        extra += ", transposed" if self.transposed else ""
         return (
             f"{self.family} (L{self.num_layers} H{self.num_query_heads} K{self.num_kv_heads} E{self.head_width} "
-            f"D{self.model_width}{bias})"
+            f"D{self.model_width}{extra})"
         )
 
     def heads(self) -> Iterator[Head]:
@@ -153,26 +145,57 @@ class HeadLayout:
         return query_head // self.group_size
 
     def shape(self, projection: Projection) -> tuple[int, int]:
-        """Shape of a projection's weight as Hugging Face stores it: [out, in]."""
+        """[out, in] of a projection by itself, however it is stored."""
         query_rows, kv_rows = self.num_query_heads * self.head_width, self.num_kv_heads * self.head_width
         if projection == "o":
             return self.model_width, query_rows
         return (query_rows if projection == "q" else kv_rows), self.model_width
 
+    def stored_shape(self, projection: Projection) -> tuple[int, int]:
+        """Shape of the weight that holds the projection: that of all three where they are fused, [in, out] where transposed."""
+        rows, columns = self.shape(projection)
+        if self.arrangement != "separate" and projection != "o":
+            rows = (self.num_query_heads + 2 * self.num_kv_heads) * self.head_width
+        return (columns, rows) if self.transposed else (rows, columns)
+
     def module_name(self, layer: int, projection: Projection) -> str:
-        """Dotted name of the projection's module, as in `model.named_modules()`."""
+        """Dotted name of the module that holds the projection, as in `model.named_modules()`."""
         return dict(self.module_names)[projection].format(layer=layer)
 
+    def modules(self, layer: int, projections: tuple[Projection, ...] = PROJECTIONS) -> dict[str, tuple[Projection, ...]]:
+        """The modules of a layer that hold these projections, with those that each holds (three where they are fused)."""
+        names: dict[str, tuple[Projection, ...]] = {}
+        for projection in projections:
+            name = self.module_name(layer, projection)
+            names[name] = (*names.get(name, ()), projection)
+        return names
+
     def slice_of(self, projection: Projection, query_head: int) -> slice:
-        """The head's rows of q, k or v (weight and bias alike), or its columns of o."""
-        index = self.group(query_head) if projection in ("k", "v") else query_head
-        return slice(index * self.head_width, (index + 1) * self.head_width)
+        """The head's rows of the weight [out, in] that holds q, k or v, and of its bias; or its columns of o."""
+        width, group_size = self.head_width, self.group_size
+        group, in_group = divmod(query_head, group_size)
+        if projection == "o" or (projection == "q" and self.arrangement != "interleaved"):
+            start = query_head * width
+        elif self.arrangement == "separate":
+            start = group * width
+        elif self.arrangement == "stacked":
+            start = (self.num_query_heads + (self.num_kv_heads if projection == "v" else 0) + group) * width
+        else:
+            place = {"q": in_group, "k": group_size, "v": group_size + 1}[projection]
+            start = (group * (group_size + 2) + place) * width
+        return slice(start, start + width)
+
+    def block(self, weight: torch.Tensor, projection: Projection, query_head: int) -> torch.Tensor:
+        """The head's part of a stored weight, as a view: [E, D] of q, k or v, [D, E] of o."""
+        weight = weight.T if self.transposed else weight
+        part = self.slice_of(projection, query_head)
+        return weight[:, part] if projection == "o" else weight[part]
 
     @property
     def num_qkv_parameters(self) -> int:
         """Q/K/V weights and biases of the whole model."""
         per_layer = 0
-        for projection in PROJECTIONS[:3]:
+        for projection in QKV:
             rows, columns = self.shape(projection)
             per_layer += rows * (columns + (projection in self.biased))
         return per_layer * self.num_layers
@@ -201,6 +224,10 @@ class HeadLayout:
             raise ValueError(f"a layout's module_names has the keys {', '.join(PROJECTIONS)}; found {names!r}")
         if not isinstance(biased, list) or not all(projection in PROJECTIONS for projection in biased):
             raise ValueError(f"a layout's biased is a list of some of {', '.join(PROJECTIONS)}; found {biased!r}")
+        if data["arrangement"] not in get_args(Arrangement):
+            raise ValueError(f"a layout's arrangement is {', '.join(get_args(Arrangement))}; found {data['arrangement']!r}")
+        if type(data["transposed"]) is not bool:
+            raise ValueError(f"a layout's transposed is true or false; found {data['transposed']!r}")
         return cls(**{**data, "module_names": tuple((p, names[p]) for p in PROJECTIONS), "biased": tuple(biased)})
 
     @property
@@ -214,12 +241,3 @@ def _layer_pattern(first_name: str) -> str:
     if parts.count("0") != 1:
         raise ValueError(f"cannot tell the layer's number in the module name {first_name!r}")
     return ".".join("{layer}" if part == "0" else part for part in parts)
-
-
-def _unsupported(family: str, why: str) -> str:
-    near = difflib.get_close_matches(family, SUPPORTED_FAMILIES, n=1)
-    hint = f" Nearest: {near[0]}." if near else ""
-    return (
-        f"model family {family!r} is not supported: {why}. Supported: {', '.join(SUPPORTED_FAMILIES)}.{hint} "
-        "Families that store q, k and v in one fused matrix (GPT-2, GPT-NeoX, Phi-3, Falcon) are not."
-    )

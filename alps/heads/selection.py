@@ -15,11 +15,8 @@ from typing import Any
 from alps.heads.layout import Head, HeadLayout, Projection
 
 
-def num_heads_for(ratio: float, num_heads: int) -> int:
-    """ceil(ratio * num_heads) in exact decimals: 0.07 of 100 heads is 7, where binary floats would say 8.
-
-    Raises ValueError for a ratio outside [0, 1], NaN, and text.
-    """
+def exact_ratio(ratio: float) -> Decimal:
+    """The ratio as it was written: 0.07 is seven hundredths. Raises ValueError for one outside [0, 1], NaN, and text."""
     try:
         # float() first: the repr of a numpy float is no number.
         exact = Decimal(repr(float(ratio)) if isinstance(ratio, float) else str(ratio))
@@ -29,15 +26,24 @@ def num_heads_for(ratio: float, num_heads: int) -> int:
         raise ValueError(f"ratio must be a number from 0 to 1; found {ratio!r}") from error
     if not exact.is_finite() or not 0 <= exact <= 1:
         raise ValueError(f"ratio must be from 0 to 1; found {ratio!r}")
-    return math.ceil(exact * num_heads)
+    return exact
+
+
+def num_heads_for(ratio: float, num_heads: int) -> int:
+    """ceil(ratio * num_heads) in exact decimals: 0.07 of 100 heads is 7, where binary floats would say 8.
+
+    Raises ValueError as `exact_ratio` does.
+    """
+    return math.ceil(exact_ratio(ratio) * num_heads)
 
 
 @dataclass(frozen=True)
 class HeadSelection:
     """A set of query heads of one layout, with where it came from.
 
-    `heads` is sorted and unique. `method` is the selector (spad, random, ...); `representation` and `distance` say how
-    heads were scored, None where scores played no part; `base` and `task` name the two models.
+    `heads` is sorted and unique. `method` is the selector (spad, random, ...); `representation`, `distance`, `temperature` and
+    `normalization` say how heads were scored, None where scores played no part; `ratio` is of what `budget` counts (heads or
+    parameters), `unit` is what was chosen at a time (head or group); `base` and `task` name the two models.
     """
 
     layout: HeadLayout
@@ -46,6 +52,10 @@ class HeadSelection:
     method: str = "given"
     representation: str | None = None
     distance: str | None = None
+    temperature: float | None = None
+    normalization: str | None = None
+    budget: str = "heads"
+    unit: str = "head"
     base: str | None = None
     task: str | None = None
 
@@ -130,6 +140,10 @@ class HeadSelection:
             "method": self.method,
             "representation": self.representation,
             "distance": self.distance,
+            "temperature": self.temperature,
+            "normalization": self.normalization,
+            "budget": self.budget,
+            "unit": self.unit,
             "layout": self.layout.to_json(),
             "base": self.base,
             "task": self.task,
@@ -147,7 +161,18 @@ class HeadSelection:
         try:
             data = json.loads(Path(path).read_text())
             layout = HeadLayout.from_json(data["layout"])
-            names = ("ratio", "method", "representation", "distance", "base", "task")
+            names = (
+                "ratio",
+                "method",
+                "representation",
+                "distance",
+                "temperature",
+                "normalization",
+                "budget",
+                "unit",
+                "base",
+                "task",
+            )
             selection = cls(layout, tuple(map(tuple, data["heads"])), **{name: data[name] for name in names})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a heads.json: {type(error).__name__}: {error}") from error

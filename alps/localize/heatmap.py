@@ -5,15 +5,14 @@ array as numpy prints it. Array names end in their axes: L layers, H query heads
 """
 
 import math
-import os
 import textwrap
-import uuid
 from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize, SymLogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -21,9 +20,9 @@ from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
+from alps.localize.drawing import DPI, INK, PALE, QUIET, save_figure
+
 _Heads = Collection[tuple[int, int]]  # (layer, query head) pairs
-_DPI = 200
-_INK, _QUIET, _PALE = "#1f2430", "#5b6270", "#d9dbe0"
 _WIDE_SPREAD = 10.0  # largest over typical score above which a linear scale would show a few heads only
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -37,28 +36,20 @@ def plot_head_scores(
     path: Path,
     moved: Collection[tuple[int, int]] = (),
 ) -> Path:
-    """Draw the score of every attention head: layers down (0 at the top), query heads across. Returns `path`.
+    """Draw the score of every attention head: layers down (0 at the top), query heads across. Returns the PNG's path.
 
     Args:
         scores_LH: finite scores, (layers, query heads), in any unit; the colour bar says which scale it uses.
         chosen: (layer, query head) pairs counted from 0; each gets an outline, each layer a count.
         title: text above the picture; long titles are wrapped.
         score_name: what the scores are, with their unit if any; labels the colour bar.
-        path: the PNG to write. Missing parent folders are made; an existing file is replaced in one step.
+        path: the PNG to write, with an SVG beside it. Missing parent folders are made; existing files are replaced.
         moved: heads whose key/value rows train along with a chosen head; a dot if not chosen itself.
 
     Raises ValueError where the scores are not 2-D, empty or not finite, or a head is outside the grid.
     """
     figure = _head_scores_figure(scores_LH, chosen, title=title, score_name=score_name, moved=moved)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A reader (or a killed run) must never meet half a picture, so only the finished file gets the name.
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        figure.savefig(unfinished, format="png", dpi=_DPI, facecolor="white")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return path
+    return save_figure(figure, path)
 
 
 def _head_scores_figure(scores_LH: np.ndarray, chosen: _Heads, *, title: str, score_name: str, moved: _Heads = ()) -> Figure:
@@ -70,7 +61,7 @@ def _head_scores_figure(scores_LH: np.ndarray, chosen: _Heads, *, title: str, sc
     norm, ticks, scale = _colour_scale(scores_LH)
 
     # Whole pixels per cell keep all cells the same size after rasterising.
-    cell = round(min(max(6.4 / max(n_layers, n_heads), 0.15), 0.6) * _DPI) / _DPI
+    cell = round(min(max(6.4 / max(n_layers, n_heads), 0.15), 0.6) * DPI) / DPI
     grid_w, grid_h = n_heads * cell, n_layers * cell
     bar_h = max(grid_h, 1.2)  # a model of one or two layers still needs a readable colour bar
     bar_label = textwrap.wrap(f"{score_name} ({scale})" if scale else score_name, int(bar_h * 14) + 1)
@@ -83,7 +74,7 @@ def _head_scores_figure(scores_LH: np.ndarray, chosen: _Heads, *, title: str, sc
     legend_h = 0.44 if moved_heads and legend_columns == 1 else 0.22
     above = 0.32 + 0.21 * len(title_lines) + legend_h  # the grid: title, legend and margins
     height = above + bar_h + 0.6
-    figure = Figure(figsize=(width, height), dpi=_DPI)
+    figure = Figure(figsize=(width, height), dpi=DPI)
     FigureCanvasAgg(figure)
 
     def axes(x: float, w: float, h: float, share_layers_with: Axes | None = None) -> Axes:
@@ -91,12 +82,12 @@ def _head_scores_figure(scores_LH: np.ndarray, chosen: _Heads, *, title: str, sc
         box = (x / width, (height - above - h) / height, w / width, h / height)
         made = figure.add_axes(box, sharey=share_layers_with)
         made.spines[:].set_visible(False)
-        made.tick_params(length=0, pad=3, labelsize=8, labelcolor=_QUIET)
+        made.tick_params(length=0, pad=3, labelsize=8, labelcolor=QUIET)
         return made
 
     grid = axes(left, grid_w, grid_h)
-    grid.set_facecolor(_PALE)  # shows through where a logarithmic scale has no colour for zero
-    shown_LH = np.ma.masked_equal(scores_LH, 0.0) if isinstance(norm, LogNorm) else scores_LH
+    grid.set_facecolor(PALE)  # shows through where a logarithmic scale has no colour for zero
+    shown_LH = _with_colour(scores_LH, norm)
     # viridis: evenly spaced to the eye, safe for colour-blind readers, and without the grey of the zeros.
     mesh = grid.pcolormesh(
         np.arange(n_heads + 1) - 0.5,
@@ -109,8 +100,8 @@ def _head_scores_figure(scores_LH: np.ndarray, chosen: _Heads, *, title: str, sc
     )
     step = 1 if cell >= 0.2 else 2  # smaller cells have no room for a number each
     grid.set(ylim=(n_layers - 0.5, -0.5), xticks=range(0, n_heads, step), yticks=range(0, n_layers, step))
-    grid.set_xlabel("query head", fontsize=9, color=_INK)
-    grid.set_ylabel("layer", fontsize=9, color=_INK)
+    grid.set_xlabel("query head", fontsize=9, color=INK)
+    grid.set_ylabel("layer", fontsize=9, color=INK)
     for layer, head in sorted(chosen_heads):
         grid.add_patch(_outline(head, layer, cell))
     marks: list[Rectangle | Line2D] = [_outline(0, 0, 0.2)]
@@ -133,7 +124,7 @@ def _head_scores_figure(scores_LH: np.ndarray, chosen: _Heads, *, title: str, sc
         "\n".join(title_lines),
         fontsize=12,
         fontweight="bold",
-        color=_INK,
+        color=INK,
         va="top",
         linespacing=1.2,
         parse_math=False,
@@ -157,19 +148,12 @@ def _head_scores_figure(scores_LH: np.ndarray, chosen: _Heads, *, title: str, sc
     counts = axes(counts_left, counts_w, grid_h, share_layers_with=grid)
     counts.tick_params(labelleft=False, labelbottom=False)
     counts.set_xlim(0, max(1, counts_L.max()) * counts_w / (counts_w - 0.2))  # room for numbers
-    counts.axvline(0, color=_PALE, linewidth=1)
+    counts.axvline(0, color=PALE, linewidth=1)
     bars = counts.barh(np.arange(n_layers), counts_L, height=min(0.62, 0.18 / cell), color="#8a93a3")
-    counts.bar_label(bars, [str(n) if n else "" for n in counts_L], padding=2, fontsize=7, color=_INK)
-    counts.set_xlabel("chosen\nper layer", fontsize=8, color=_QUIET, loc="left")
+    counts.bar_label(bars, [str(n) if n else "" for n in counts_L], padding=2, fontsize=7, color=INK)
+    counts.set_xlabel("chosen\nper layer", fontsize=8, color=QUIET, loc="left")
 
-    colours = axes(bar_left, 0.15, bar_h)
-    beyond = int((shown_LH < norm.vmin).any()) + 2 * int((shown_LH > norm.vmax).any())
-    bar = figure.colorbar(mesh, cax=colours, extend=("neither", "min", "max", "both")[beyond], extendfrac=0.12 / bar_h)
-    colours.minorticks_off()
-    colours.set_yticks(list(ticks), list(ticks.values()))
-    colours.tick_params(length=2, color=_QUIET)
-    bar.outline.set_visible(False)
-    bar.set_label("\n".join(bar_label), fontsize=9, color=_INK, parse_math=False)
+    _draw_colour_bar(axes(bar_left, 0.15, bar_h), mesh, shown_LH, ticks, "\n".join(bar_label))
     return figure
 
 
@@ -236,8 +220,27 @@ def _log_ticks(first: float, last: float) -> dict[float, str]:
     }
 
 
-def _outline(x: float, y: float, cell: float) -> Rectangle:
-    """Outline at column `x`, row `y` of cells `cell` inches wide: white in black, to show on every colour."""
+def _with_colour(scores_LH: np.ndarray, norm: Normalize) -> np.ndarray:
+    """The scores, without those that have no colour: zeros on a logarithmic scale."""
+    return np.ma.masked_equal(scores_LH, 0.0) if isinstance(norm, LogNorm) else scores_LH
+
+
+def _draw_colour_bar(axes: Axes, shades: ScalarMappable, shown_LH: np.ndarray, ticks: dict[float, str], label: str) -> None:
+    """Fill `axes` with a colour bar, with tips where scores lie beyond its ends."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    bar_h = axes.get_position().height * figure.get_figheight()
+    beyond = int((shown_LH < shades.norm.vmin).any()) + 2 * int((shown_LH > shades.norm.vmax).any())
+    bar = figure.colorbar(shades, cax=axes, extend=("neither", "min", "max", "both")[beyond], extendfrac=0.12 / bar_h)
+    axes.minorticks_off()
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    axes.tick_params(length=2, color=QUIET)
+    bar.outline.set_visible(False)
+    bar.set_label(label, fontsize=9, color=INK, parse_math=False)
+
+
+def _outline(x: float, y: float, cell: float, line: str = "white", around: str = "black") -> Rectangle:
+    """Outline at column `x`, row `y` of cells `cell` inches wide: by default white in black, to show on every colour."""
     white, rim = min(max(cell * 6, 0.9), 2.2), min(max(cell * 2.4, 0.6), 0.9)  # points
     side = 1 - (white + 2 * rim) / (cell * 72)  # the rim ends at the cell's edge, beside its neighbour's
     return Rectangle(
@@ -245,8 +248,8 @@ def _outline(x: float, y: float, cell: float) -> Rectangle:
         side,
         side,
         fc="none",
-        ec="white",
+        ec=line,
         lw=white,
         joinstyle="miter",
-        path_effects=[withStroke(linewidth=white + 2 * rim, foreground="k")],
+        path_effects=[withStroke(linewidth=white + 2 * rim, foreground=around)],
     )

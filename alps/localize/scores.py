@@ -16,12 +16,14 @@ from torch import nn
 
 from alps.heads import HeadLayout, Projection
 from alps.localize.distance import DISTANCES
-from alps.localize.representation import REPRESENTATIONS
-from alps.localize.weights import WeightSource
+from alps.localize.normalization import NORMALIZATIONS, normalized
+from alps.localize.partial import PartialScores, state_of
+from alps.localize.representation import REPRESENTATIONS, LayerWeights
+from alps.localize.w1 import w1_of_group
 from alps.progress import progress
+from alps.weights import WeightSource, open_weights
 
 T = TypeVar("T")
-_READ: tuple[Projection, ...] = ("q", "k", "v")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class HeadScores:
     representation: str
     distance: str
     temperature: float
+    normalization: str
     base: str
     task: str
 
@@ -46,6 +49,13 @@ class HeadScores:
         for layer, head in np.argwhere(~np.isfinite(self.values_LH))[:1]:
             raise ValueError(f"the score of layer {layer}, head {head} is {self.values_LH[layer, head]}; allowed: finite numbers")
 
+    @property
+    def how(self) -> str:
+        """What the scores are, in a few words for a label."""
+        by = {"none": "", "layer": ", over its layer's mean", "weight_scale": ", over the weights' scale"}[self.normalization]
+        tau = "" if self.temperature == 1 else f", tau {self.temperature:g}"
+        return f"{self.representation}, {self.distance}{tau}{by}"
+
     def to_json(self) -> dict[str, Any]:
         """The content of scores.json; floats with all their digits."""
         return {
@@ -53,6 +63,7 @@ class HeadScores:
             "representation": self.representation,
             "distance": self.distance,
             "temperature": self.temperature,
+            "normalization": self.normalization,
             "layout": self.layout.to_json(),
             "base": self.base,
             "task": self.task,
@@ -74,6 +85,12 @@ class HeadScores:
             raise ValueError(f"{path} is not a scores.json: {type(error).__name__}: {error}") from error
 
 
+def ranked(values_LH: np.ndarray) -> list[tuple[int, int]]:
+    """All heads, the largest score first, ties to the lower layer and head."""
+    order = np.argsort(-values_LH.reshape(-1), kind="stable")
+    return [(int(i) // values_LH.shape[1], int(i) % values_LH.shape[1]) for i in order]
+
+
 def score_heads(
     base: str | Path | nn.Module,
     task: str | Path | nn.Module,
@@ -82,61 +99,114 @@ def score_heads(
     representation: str = "qkv",
     distance: str = "w1",
     temperature: float = 1.0,
+    normalization: str = "none",
     names: Sequence[str] | None = None,
+    partial: Path | None = None,
     show_progress: bool = True,
 ) -> HeadScores:
     """Score each of the L*H heads of two models of one architecture (arXiv 2505.18799).
 
-    `base` and `task` are safetensors folders or Hugging Face models, in any mix and any unquantised dtype; only q, k
-    and v are read, a layer at a time. `names` (base, task) is what the scores call the two. Everything is computed in
-    float64.
+    `base` and `task` are safetensors folders or Hugging Face models, in any mix and any unquantised dtype; `task` may also be a
+    peft LoRA folder or saved rows (alps.tune.checkpoint) on that base. Only the projections that the representation looks at
+    are read, a layer at a time. `names` (base, task) is what the scores call the two. Finished layers are kept in the file
+    `partial` until all are, so that a scoring of folders that was stopped goes on.
 
-    Raises ValueError for an unknown representation or distance, a temperature that is not above 0, a tensor that is
-    missing, of the wrong shape, quantised, or with NaN or Inf (named), and where no weight differs at all: then any
+    Raises ValueError for an unknown representation, distance or normalisation, a temperature that is not above 0, a tensor that
+    is missing, of the wrong shape, quantised, or with NaN or Inf (named), and where no weight differs at all: then any
     choice of heads would be arbitrary.
     """
     represent = _named(REPRESENTATIONS, representation, "representation")
-    measure = _named(DISTANCES, distance, "distance")
+    degree = _named(DISTANCES, distance, "distance").degree
+    _named(dict.fromkeys(NORMALIZATIONS), normalization, "normalization")
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be above 0; found {temperature}")
     values_LH = np.zeros((layout.num_layers, layout.num_query_heads))
-    with WeightSource(base) as base_source, WeightSource(task) as task_source, torch.inference_mode():
+    scale_LH = np.ones_like(values_LH)
+    with WeightSource(base) as base_source, open_weights(task, base_source) as task_source, torch.inference_mode():
         labels = tuple(names) if names else (base_source.name, task_source.name)
-        any_difference = False
+        what = [representation, distance, temperature, normalization == "weight_scale", layout.fingerprint]
+        on_disk = base_source.folder is not None and task_source.folder is not None
+        kept = PartialScores(partial if on_disk else None, [*what, state_of(base_source.folder), state_of(task_source.folder)])
         for layer in progress(range(layout.num_layers), "scoring heads", "layer", show=show_progress):
-            base_layer, task_layer = (_read_layer(source, layout, layer) for source in (base_source, task_source))
-            any_difference |= any(not torch.equal(base_layer[p].double(), task_layer[p].double()) for p in _READ)
-            for head in range(layout.num_query_heads):
-                base_n, task_n = (represent(weights, layout, head) for weights in (base_layer, task_layer))
-                values_LH[layer, head] = measure(base_n, task_n, temperature).item()
-    if not any_difference:
-        raise ValueError(
-            f"{labels[0]} and {labels[1]} have the same Q, K and V weights: nothing differs, so no head can be ranked"
-        )
-    if not np.isfinite(values_LH).all():
-        layer, head = (int(i) for i in np.argwhere(~np.isfinite(values_LH))[0])
-        raise ValueError(f"the score of layer {layer}, head {head} is {values_LH[layer, head]}: the weights overflow softmax")
-    if not values_LH.any():
-        raise ValueError(
-            f"every head's score is 0, so none can be ranked; a temperature of {temperature:g} may hide the difference"
-        )
-    return HeadScores(layout, values_LH, representation, distance, temperature, labels[0], labels[1])
+            if (done := kept.get(layer)) is not None:
+                values_LH[layer], scale_LH[layer] = done
+                continue
+            weights = [read_layer(source, layout, layer, represent.reads) for source in (base_source, task_source)]
+            for group in range(layout.num_kv_heads):
+                base_heads, task_heads = (represent.of_group(layer_weights, layout, group) for layer_weights in weights)
+                heads = slice(group * layout.group_size, (group + 1) * layout.group_size)
+                values_LH[layer, heads] = _distances(distance, base_heads, task_heads, temperature)
+                if normalization == "weight_scale":
+                    scale_LH[layer, heads] = [_root_mean_square(parts) for parts in base_heads]
+            kept.put(layer, values_LH[layer], scale_LH[layer])
+            # Pages of files that were read count as this process's memory until they are closed.
+            del weights, base_heads, task_heads
+            base_source.close_files()
+            task_source.close_files()
+        _check_scores(values_LH, scale_LH, distance, temperature)
+        if not values_LH.any():
+            if _any_difference(base_source, task_source, layout, represent.reads):
+                raise ValueError(
+                    f"every head's score is 0, so none can be ranked; a temperature of {temperature:g} may hide the difference"
+                )
+            same = ", ".join(represent.reads).upper()
+            raise ValueError(
+                f"{labels[0]} and {labels[1]} have the same {same} weights: nothing differs, so no head can be ranked"
+            )
+    values_LH = normalized(values_LH, normalization, scale_LH, degree)
+    kept.remove()
+    return HeadScores(layout, values_LH, representation, distance, temperature, normalization, labels[0], labels[1])
 
 
-def _read_layer(source: WeightSource, layout: HeadLayout, layer: int) -> dict[Projection, torch.Tensor]:
+def _distances(
+    name: str, base_heads: list[list[torch.Tensor]], task_heads: list[list[torch.Tensor]], temperature: float
+) -> list[float]:
+    if name == "w1":
+        return w1_of_group(base_heads, task_heads, temperature)
+    between = DISTANCES[name].between
+    return [
+        between(torch.cat(base_parts).double(), torch.cat(task_parts).double(), temperature)
+        for base_parts, task_parts in zip(base_heads, task_heads, strict=True)
+    ]
+
+
+def read_layer(source: WeightSource, layout: HeadLayout, layer: int, projections: tuple[Projection, ...]) -> LayerWeights:
+    """The stored weights of a layer that hold `projections`. Raises ValueError for one that cannot be compared, naming it."""
     weights: dict[Projection, torch.Tensor] = {}
-    for projection in _READ:
-        name = f"{layout.module_name(layer, projection)}.weight"
+    for module, held in layout.modules(layer, projections).items():
+        name, shape = f"{module}.weight", layout.stored_shape(held[0])
         weight = source.read(name)
-        if tuple(weight.shape) != layout.shape(projection):
-            raise ValueError(f"{source.name}: {name} has the shape {tuple(weight.shape)}; expected {layout.shape(projection)}")
+        if tuple(weight.shape) != shape:
+            raise ValueError(f"{source.name}: {name} has the shape {tuple(weight.shape)}; expected {shape}")
         # Quantised weights mean nothing without their scales.
         if not weight.is_floating_point() or weight.itemsize < 2:
             raise ValueError(f"{source.name}: {name} is stored as {weight.dtype}; only unquantised weights can be compared")
-        if not torch.isfinite(weight).all():
+        # One quick pass: NaN and Inf anywhere come out as an end of the range.
+        if not all(math.isfinite(end) for end in weight.aminmax()):
             raise ValueError(f"{source.name}: {name} holds NaN or Inf")
-        weights[projection] = weight
+        weights.update(dict.fromkeys(held, weight))
     return weights
+
+
+def _check_scores(values_LH: np.ndarray, scale_LH: np.ndarray, distance: str, temperature: float) -> None:
+    """Raise ValueError for a score that is no number, saying why."""
+    for layer, head in np.argwhere(~np.isfinite(values_LH) | (scale_LH == 0))[:1]:
+        if distance == "relative_l2" or scale_LH[layer, head] == 0:
+            raise ValueError(f"the base's weights of layer {layer}, head {head} are all 0: no change is relative to them")
+        value = values_LH[layer, head]
+        raise ValueError(
+            f"the score of layer {layer}, head {head} is {value}: the weights overflow softmax at temperature {temperature:g}"
+        )
+
+
+def _any_difference(base: WeightSource, task: WeightSource, layout: HeadLayout, projections: tuple[Projection, ...]) -> bool:
+    pairs = ([read_layer(source, layout, layer, projections) for source in (base, task)] for layer in range(layout.num_layers))
+    return any(not torch.equal(one[p].double(), other[p].double()) for one, other in pairs for p in projections)
+
+
+def _root_mean_square(parts: Sequence[torch.Tensor]) -> float:
+    squares = sum(part.double().square().sum().item() for part in parts)
+    return math.sqrt(squares / sum(part.numel() for part in parts))
 
 
 def _named(table: dict[str, T], name: str, what: str) -> T:

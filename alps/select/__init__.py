@@ -1,5 +1,5 @@
 """Which heads train: a ranking and a budget become a HeadSelection."""
 
-from alps.select.rank import SELECTORS, select_heads
+from alps.select.rank import BUDGETS, SELECTORS, UNITS, select_heads
 
-__all__ = ["SELECTORS", "select_heads"]
+__all__ = ["BUDGETS", "SELECTORS", "UNITS", "select_heads"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -58,8 +58,10 @@ def train_only(
     also_train="rest" trains everything outside Q/K/V too: MLP, o_proj, norms, embeddings, and q/k norms (the paper's main
     table). Every trained parameter is float32 (or wider), whatever the base's dtype.
 
-    Raises ValueError where nothing would train, and for a model of another layout than the selection's.
+    Raises ValueError where nothing would train, for a model of another layout than the selection's, and for one that is open.
     """
+    if any(isinstance(module, SliceTrainableLinear) for module in model.modules()):
+        raise ValueError("rows of this model are open already; merge (or discard) what they learned first")
     layout = HeadLayout.from_model(model)
     if layout != selection.layout:
         raise ValueError(
@@ -77,15 +79,20 @@ def train_only(
             if not name.startswith(tuple(attention)):
                 _train_whole(parameter)
     for layer in range(layout.num_layers):
-        for projection in projections:
-            indices = selection.indices(layer, projection)
+        for name, held in layout.modules(layer, tuple(projections)).items():
+            indices = sorted({index for projection in held for index in selection.indices(layer, projection)})
             # Under "rest" the whole of o trains already.
-            if not indices or (projection == "o" and also_train == "rest"):
+            if not indices or ("o" in held and also_train == "rest"):
                 continue
-            name = layout.module_name(layer, projection)
-            linear = cast(nn.Linear, model.get_submodule(name))
-            model.set_submodule(name, SliceTrainableLinear(linear, indices, "columns" if projection == "o" else "rows"))
+            open_slices(model, name, indices, "columns" if "o" in held else "rows")
     return model
+
+
+def open_slices(model: nn.Module, name: str, indices: list[int], dim: Literal["rows", "columns"]) -> SliceTrainableLinear:
+    """Put a module that trains these slices in place of the one called `name`."""
+    opened = SliceTrainableLinear(cast(Any, model.get_submodule(name)), indices, dim)
+    model.set_submodule(name, opened)
+    return opened
 
 
 def train_everything(model: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from alps.files import whole_folder
-from alps.localize.weights import open_safetensors
+from alps.weights import open_safetensors
 
 
 def export(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:

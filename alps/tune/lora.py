@@ -24,12 +24,28 @@ def add_lora(
 
     Adapters are float32 whatever the base's dtype; their random start is drawn from `seed` and disturbs no other draw. Returns
     peft's wrapper around `model`.
+
+    Raises ValueError for some of q, k and v where one module holds all three: an adapter changes all of a module.
     """
     from peft import LoraConfig, get_peft_model
 
     layout = HeadLayout.from_model(model)
-    targets = [layout.module_name(layer, p) for layer in range(layout.num_layers) for p in projections]
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type="CAUSAL_LM")
+    whole = layout.modules(0)
+    for name, held in layout.modules(0, tuple(projections)).items():
+        if set(held) != set(whole[name]):
+            raise ValueError(
+                f"adapters were asked for on {', '.join(projections)}, but {layout.family} holds {', '.join(whole[name])} in one "
+                f"module, {name}, and an adapter changes all of it; allowed: q, k and v together, o, or all four"
+            )
+    targets = [name for layer in range(layout.num_layers) for name in layout.modules(layer, tuple(projections))]
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=targets,
+        fan_in_fan_out=layout.transposed,
+        task_type="CAUSAL_LM",
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return get_peft_model(model, config)

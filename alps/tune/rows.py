@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 
 def _assemble(weight: torch.Tensor, trained: torch.Tensor, index_S: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -61,16 +62,19 @@ class _SliceLinear(torch.autograd.Function):
 
 
 class SliceTrainableLinear(nn.Module):
-    """Stands in for a `nn.Linear` and trains only the slices `indices` of its weight.
+    """Stands in for a `nn.Linear`, or transformers' `Conv1D`, and trains only the slices `indices` of its weight.
 
-    dim="rows" opens weight rows, and the bias entries with them; dim="columns" opens weight columns and no bias. The trained
-    slices are parameters of their own, `trained` [S, D] (or [O, S]) and `trained_bias` [S], in float32 (float64 over a float64
-    base) whatever the base's dtype; `weight` and `bias` are the original's own tensors, frozen and never written to.
+    dim="rows" opens weight rows, and the bias entries with them; dim="columns" opens weight columns and no bias. Rows are of the
+    output and columns of the input, also over a Conv1D, which stores [in, out] (`transposed`). The trained slices are parameters
+    of their own, `trained` [S, D] (or [O, S]) and `trained_bias` [S], in float32 (float64 over a float64 base) whatever the
+    base's dtype; `weight` and `bias` are the original's own tensors, as stored there, frozen and never written to.
     """
 
-    def __init__(self, linear: nn.Linear, indices: list[int], dim: Literal["rows", "columns"] = "rows") -> None:
+    def __init__(self, linear: nn.Linear | Conv1D, indices: list[int], dim: Literal["rows", "columns"] = "rows") -> None:
         super().__init__()
-        size = linear.weight.shape[0 if dim == "rows" else 1]
+        self.transposed = isinstance(linear, Conv1D)
+        weight_OD = linear.weight.detach().T if self.transposed else linear.weight.detach()
+        size = weight_OD.shape[0 if dim == "rows" else 1]
         assert indices == sorted(set(indices)), "slices must be sorted and unique"
         assert indices, "slices must be at least one"
         assert set(indices) <= set(range(size)), f"slices must be in 0..{size - 1}"
@@ -79,7 +83,7 @@ class SliceTrainableLinear(nn.Module):
         self.bias = linear.bias
         self.register_buffer("index", torch.tensor(indices, device=linear.weight.device), persistent=False)
         dtype = torch.promote_types(linear.weight.dtype, torch.float32)
-        self.trained = nn.Parameter(linear.weight.detach().index_select(self.dim, self.index).to(dtype))
+        self.trained = nn.Parameter(weight_OD.index_select(self.dim, self.index).to(dtype).contiguous())
         self.trained_bias: nn.Parameter | None = None
         if self.bias is not None and self.dim == 0:
             self.trained_bias = nn.Parameter(linear.bias.detach()[self.index].to(dtype))
@@ -90,12 +94,17 @@ class SliceTrainableLinear(nn.Module):
     index: torch.Tensor
 
     @property
+    def weight_out_in(self) -> torch.Tensor:
+        """The frozen weight [out, in], as a view."""
+        return self.weight.T if self.transposed else self.weight
+
+    @property
     def in_features(self) -> int:
-        return self.weight.shape[1]
+        return self.weight_out_in.shape[1]
 
     @property
     def out_features(self) -> int:
-        return self.weight.shape[0]
+        return self.weight_out_in.shape[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., O], in the autocast dtype if autocast is on, else in x's dtype."""
@@ -108,31 +117,41 @@ class SliceTrainableLinear(nn.Module):
         return self._linear(x)
 
     def _linear(self, x: torch.Tensor) -> torch.Tensor:
-        parameters = (self.weight, self.trained, self.index, self.dim, self.bias, self.trained_bias)
+        parameters = (self.weight_out_in, self.trained, self.index, self.dim, self.bias, self.trained_bias)
         y: torch.Tensor = _SliceLinear.apply(x, *parameters)  # type: ignore[no-untyped-call]
         return y
 
     @torch.no_grad()
-    def merged(self) -> nn.Linear:
-        """A plain `nn.Linear` with the trained slices written in, in the base's dtype. The base tensors stay as they were."""
-        linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
-        weight = _assemble(self.weight, self.trained, self.index, self.dim, self.weight.dtype)
-        linear.weight = nn.Parameter(weight, requires_grad=False)
-        if self.bias is not None:
-            bias = self.bias
-            if self.trained_bias is not None:
-                bias = nn.Parameter(bias.index_copy(0, self.index, self.trained_bias.to(bias.dtype)))
-            linear.bias = nn.Parameter(bias.clone(), requires_grad=False)
-        return linear
+    def merged(self) -> nn.Linear | Conv1D:
+        """A plain module, of the kind this one stands in for, with the trained slices written in, in the base's dtype.
+
+        The base tensors stay as they were.
+        """
+        weight = _assemble(self.weight_out_in, self.trained, self.index, self.dim, self.weight.dtype)
+        bias: torch.Tensor | None = self.bias
+        if bias is not None and self.trained_bias is not None:
+            bias = bias.index_copy(0, self.index, self.trained_bias.to(bias.dtype))
+        return self._plain(
+            nn.Parameter((weight.T if self.transposed else weight).contiguous(), requires_grad=False),
+            None if bias is None else nn.Parameter(bias.clone(), requires_grad=False),
+        )
 
     @torch.no_grad()
-    def original(self) -> nn.Linear:
-        """The `nn.Linear` as it was before training."""
-        linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
-        linear.weight = self.weight  # type: ignore[assignment]
-        if self.bias is not None:
-            linear.bias = self.bias
-        return linear
+    def original(self) -> nn.Linear | Conv1D:
+        """The module as it was before training."""
+        return self._plain(self.weight, self.bias)  # type: ignore[arg-type]
+
+    def _plain(self, weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear | Conv1D:
+        with torch.device("meta"):
+            plain = (
+                Conv1D(self.out_features, self.in_features)
+                if self.transposed
+                else nn.Linear(self.in_features, self.out_features, bias=bias is not None)
+            )
+        plain.weight = weight
+        if bias is not None:
+            plain.bias = bias
+        return plain
 
     def extra_repr(self) -> str:
         what = "rows" if self.dim == 0 else "columns"

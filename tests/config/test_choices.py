@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
-from alps.config import DataConfig, ProxyConfig, StrategyConfig
+from alps import config
+from alps.config import DataConfig, LocalizeConfig, ProxyConfig, StrategyConfig
 from alps.data.answers import ANSWERS
 from alps.data.templates import TEMPLATES
 from alps.heads import PROJECTIONS
 from alps.localize.distance import DISTANCES
+from alps.localize.normalization import NORMALIZATIONS
 from alps.localize.representation import REPRESENTATIONS
 from alps.select import SELECTORS
+from alps.select.rank import BUDGETS, UNITS
 from alps.tune import TUNERS
 
 
@@ -39,6 +42,18 @@ def allowed(schema: type, key: str) -> set[str]:
 )
 def test_a_config_allows_what_the_code_knows(schema: type, key: str, known: Any) -> None:
     assert allowed(schema, key) == set(known)
+
+
+SCORING = {"representation": REPRESENTATIONS, "distance": DISTANCES, "normalization": NORMALIZATIONS}
+CHOOSING = {"budget": BUDGETS, "unit": UNITS}
+
+
+@pytest.mark.parametrize("schema", [StrategyConfig, LocalizeConfig])
+@pytest.mark.parametrize(("key", "known"), [*SCORING.items(), *CHOOSING.items()])
+def test_scoring_and_choosing_are_the_same_everywhere(schema: type, key: str, known: Any) -> None:
+    """In the code's own order, which is the one that people are shown."""
+    (metadata,) = (item.metadata for item in fields(schema) if item.name == key)
+    assert metadata["allowed"] == tuple(known) == getattr(config, f"{key.upper()}S")
 
 
 def test_checking_a_config_loads_no_pytorch() -> None:

@@ -59,7 +59,7 @@ def test_a_mistyped_option_of_the_command(tmp_path: Path) -> None:
 def test_help_lists_the_groups_and_their_options(tmp_path: Path) -> None:
     done = alps_run(tmp_path, "--help")
     assert done.returncode == 0
-    assert "strategy: alps, full, layer_consistent, lora, no_attn, random" in done.stdout
+    assert "strategy: alps, from_file, full, layer_consistent, lora, no_attn, random" in done.stdout
     assert "experiment: code_1b" in done.stdout
     assert list(tmp_path.iterdir()) == []
 

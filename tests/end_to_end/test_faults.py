@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from alps.checks import ConfigError
-from alps.compose import _check_command_line, compose_run
+from alps.compose import RUN, check_command_line, compose_run
 from alps.files import whole_folder
 from alps.models import load_model, make_random_llama
 from alps.pipeline import run
@@ -113,7 +113,7 @@ def test_a_damaged_token_cache_is_made_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [{"num_hidden_layers": 3}, {"num_attention_heads": 16, "num_key_value_heads": 4}])
 def test_a_task_model_that_is_no_twin_of_the_base_is_refused(shape: dict[str, int], tmp_path: Path, cache: Path) -> None:
     make_random_llama(tmp_path / "task", seed=1, **shape)
-    with pytest.raises(ValueError, match=r"task_model.*only twins can be compared"):
+    with pytest.raises(ValueError, match=r"task_model.*only models of one architecture can be compared"):
         quick_run(tmp_path / "run", cache, f"train.proxy.task_model={tmp_path / 'task'}")
     assert not (tmp_path / "run" / "evaluation").exists(), "found before any long work"
 
@@ -159,7 +159,7 @@ def test_frozen_weights_are_said_to_be_identical_only_as_what_they_were_compared
 def test_a_run_folder_that_cannot_be_is_refused(folder: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"hydra\.run\.dir"):
-        _check_command_line([f"hydra.run.dir={folder.format(file=tmp_path / 'file')}".replace("~", "\\~")], "config")
+        check_command_line([f"hydra.run.dir={folder.format(file=tmp_path / 'file')}".replace("~", "\\~")], RUN)
 
 
 def test_whole_folders(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import alps.pipeline
 from alps.compose import compose_run
@@ -140,12 +140,60 @@ def test_an_unsupported_family_is_refused_before_its_weights_are_read(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = byte_tokenizer()
-    config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=len(tokenizer))
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    tokenizer.save_pretrained(tmp_path / "gpt2")
+    config = AutoConfig.for_model("gptj", n_layer=1, n_head=2, n_embd=16, rotary_dim=4, vocab_size=len(tokenizer))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gptj")
+    tokenizer.save_pretrained(tmp_path / "gptj")
     monkeypatch.setattr(alps.pipeline, "load_model", lambda *a, **k: pytest.fail("weights were read"))
-    with pytest.raises(ValueError, match=r"'gpt2' is not supported.*llama"):
-        quick_run(tmp_path / "run", cache, f"model.path={tmp_path / 'gpt2'}")
+    with pytest.raises(ValueError, match=r"'gptj' is not supported.*llama"):
+        quick_run(tmp_path / "run", cache, f"model.path={tmp_path / 'gptj'}")
+
+
+FUSED: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": 2, "n_head": 4, "n_embd": 32},
+    "gpt_neox": {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 64},
+    "phi3": {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32,
+             "intermediate_size": 64},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("also_train", ["nothing", "rest"])
+def test_a_family_that_fuses_its_projections_runs_through(family: str, also_train: str, tmp_path: Path, cache: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokens = {"vocab_size": len(tokenizer), "eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 1}
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FUSED[family], **tokens))
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    overrides = [f"model.path={tmp_path / 'base'}", f"strategy.also_train={also_train}", "strategy.ratio=0.25"]
+    result = quick_run(tmp_path / "run", cache, *overrides)
+    assert (result.run_info.status, result.train_info.frozen_bit_identical) == ("completed", True)
+    assert result.train_info.chosen_heads == 2
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert tuned.config.model_type == family
+    assert any(not torch.equal(one, other) for one, other in zip(base.parameters(), tuned.parameters(), strict=True))
+
+
+def test_heads_from_a_file_train_without_a_proxy(tmp_path: Path, cache: Path) -> None:
+    first = quick_run(tmp_path / "one", cache)
+    heads = tmp_path / "one" / "localize" / "heads.json"
+    second = quick_run(tmp_path / "two", cache, "strategy=from_file", f"strategy.heads_file={heads}", "strategy.ratio=0.9")
+    assert "localize" not in second.run_info.stage_seconds
+    assert second.train_info.selection_hash == first.train_info.selection_hash
+    assert second.train_info.ratio == first.train_info.ratio == 0.1
+    assert second.eval_info.tuned["response_loss"] == first.eval_info.tuned["response_loss"]
+    found = HeadSelection.load(tmp_path / "two" / "localize" / "heads.json")
+    assert found.to_json() == HeadSelection.load(heads).to_json(), "where the heads came from is kept"
+
+
+def test_budget_unit_and_normalisation_reach_the_selection(tmp_path: Path, cache: Path) -> None:
+    how = ["strategy.budget=parameters", "strategy.unit=group", "strategy.ratio=0.3", "strategy.normalization=layer"]
+    result = quick_run(tmp_path, cache, *how, "strategy.distance=relative_l2", "strategy.representation=qkv_product")
+    found = HeadSelection.load(tmp_path / "localize" / "heads.json")
+    assert (found.budget, found.unit, found.normalization, found.distance) == ("parameters", "group", "layer", "relative_l2")
+    assert found.representation == "qkv_product"
+    assert result.train_info.moved_with_group == 0
+    assert 0.2 < result.train_info.qkv_share <= 0.3
 
 
 def test_a_killed_run_goes_on_after_its_last_finished_stage(tmp_path: Path, cache: Path) -> None:

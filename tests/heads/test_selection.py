@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from alps.heads import PROJECTIONS, Head, HeadLayout, HeadSelection, Projection, num_heads_for
+from alps.heads import PROJECTIONS, Head, HeadLayout, HeadSelection, Projection, exact_ratio, num_heads_for
 
 
 def _config(family: str, num_layers: int, num_query_heads: int, num_kv_heads: int) -> Any:
@@ -28,15 +28,19 @@ def _config(family: str, num_layers: int, num_query_heads: int, num_kv_heads: in
         num_attention_heads=num_query_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=4,
+        pad_token_id=0,
     )
 
 
-# Grouped, one key/value head each, one for all, and biased.
+# Grouped, one key/value head each, one for all, and biased; then those with one module for q, k and v.
 SHAPES = {
     "grouped": ("llama", 3, 6, 2),
     "each its own": ("llama", 2, 4, 4),
     "one for all": ("llama", 2, 4, 1),
     "biased": ("qwen2", 2, 6, 3),
+    "stacked": ("phi3", 2, 6, 2),
+    "interleaved": ("gpt_neox", 2, 4, 4),
+    "transposed": ("gpt2", 2, 4, 4),
 }
 
 
@@ -141,9 +145,31 @@ def _row_is_open(selection: HeadSelection, layer: int, projection: Projection, r
     group_size = layout.num_query_heads // layout.num_kv_heads
     for chosen_layer, query_head in selection.heads:
         owner = query_head // group_size if projection in ("k", "v") else query_head
-        if chosen_layer == layer and row // layout.head_width == owner:
+        if chosen_layer == layer and _owner(layout, projection, row) == owner:
             return True
     return False
+
+
+def _owner(layout: HeadLayout, projection: Projection, row: int) -> int | None:
+    """The head of the projection that has the row, or None where it is another projection's; by counting blocks."""
+    num_query, num_kv = layout.num_query_heads, layout.num_kv_heads
+    block = row // layout.head_width
+    if projection == "o" or layout.arrangement == "separate":
+        return block
+    if layout.arrangement == "stacked":
+        order = [("q", i) for i in range(num_query)] + [(p, i) for p in "kv" for i in range(num_kv)]
+    else:
+        assert num_query == num_kv, "gpt_neox has no groups"
+        order = [(p, i) for i in range(num_kv) for p in "qkv"]
+    name, number = order[block]
+    return number if name == projection else None
+
+
+def _num_rows(layout: HeadLayout, projection: Projection) -> int:
+    """Rows of the weight [out, in] that holds the projection; columns of o."""
+    if projection == "o":
+        return layout.shape("o")[1]
+    return layout.stored_shape(projection)[1 if layout.transposed else 0]
 
 
 @given(_selections())
@@ -153,14 +179,16 @@ def test_indices_groups_and_moved_heads_against_brute_force(selections: list[Hea
     layout = selection.layout
     for layer in range(layout.num_layers):
         for projection in PROJECTIONS:
-            size = layout.shape(projection)[1 if projection == "o" else 0]
-            expected = [row for row in range(size) if _row_is_open(selection, layer, projection, row)]
+            expected = [row for row in range(_num_rows(layout, projection)) if _row_is_open(selection, layer, projection, row)]
             assert selection.indices(layer, projection) == expected
     groups = [
         (layer, group)
         for layer in range(layout.num_layers)
         for group in range(layout.num_kv_heads)
-        if _row_is_open(selection, layer, "k", group * layout.head_width)
+        if any(
+            _owner(layout, "k", row) == group and _row_is_open(selection, layer, "k", row)
+            for row in range(_num_rows(layout, "k"))
+        )
     ]
     assert list(selection.groups) == groups
     moved = [
@@ -184,11 +212,14 @@ def test_parameters_are_counted_as_marks_in_a_real_model(shape: str, data: st.Da
     selection = HeadSelection(layout, tuple(data.draw(_heads(layout))))
     marked = total = 0
     for layer in range(layout.num_layers):
-        attention = model.model.layers[layer].self_attn
-        for projection in ("q", "k", "v"):
-            for _, parameter in getattr(attention, f"{projection}_proj").named_parameters():
+        modules = layout.modules(layer, ("q", "k", "v"))
+        for name, held in modules.items():
+            module = model.get_submodule(name)
+            for kind, parameter in module.named_parameters():
                 mark = torch.zeros_like(parameter)
-                mark[[row for row in range(len(mark)) if _row_is_open(selection, layer, projection, row)]] = 1
+                mark_OI = mark.T if layout.transposed and kind == "weight" else mark
+                rows = range(len(mark_OI))
+                mark_OI[[row for row in rows if any(_row_is_open(selection, layer, p, row) for p in held)]] = 1
                 marked += int(mark.sum())
                 total += parameter.numel()
     assert layout.num_qkv_parameters == total
@@ -222,8 +253,47 @@ def test_a_file_gives_back_the_selection(selections: list[HeadSelection], ratio:
 @pytest.fixture
 def heads_json(tmp_path: Path) -> Path:
     path = tmp_path / "chosen-heads.json"
-    HeadSelection(_layout("grouped"), ((0, 1), (2, 5)), 0.1, "spad", "qkv", "w1", "base", "task").save(path)
+    HeadSelection(
+        _layout("grouped"),
+        ((0, 1), (2, 5)),
+        0.1,
+        "spad",
+        "qkv_product",
+        "kl",
+        0.5,
+        "layer",
+        "parameters",
+        "group",
+        "base",
+        "täsk",
+    ).save(path)
     return path
+
+
+def test_a_file_says_how_the_heads_were_chosen(heads_json: Path) -> None:
+    data = json.loads(heads_json.read_text())
+    expected = {
+        "ratio": 0.1,
+        "method": "spad",
+        "representation": "qkv_product",
+        "distance": "kl",
+        "temperature": 0.5,
+        "normalization": "layer",
+        "budget": "parameters",
+        "unit": "group",
+        "base": "base",
+        "task": "täsk",
+    }
+    assert {key: data[key] for key in expected} == expected
+    assert set(data) == {*expected, "heads", "layout", "hash"}
+    selection = HeadSelection.load(heads_json)
+    assert {key: getattr(selection, key) for key in expected} == expected
+    # Where no scores played a part, there is nothing to say of them.
+    HeadSelection(_layout("grouped"), ((0, 1),), 0.1, "random").save(heads_json)
+    plain = json.loads(heads_json.read_text())
+    assert [plain[key] for key in ("representation", "distance", "temperature", "normalization", "base", "task")] == [None] * 6
+    assert (plain["budget"], plain["unit"]) == ("heads", "head")
+    assert plain["hash"] != data["hash"]
 
 
 @pytest.mark.parametrize("content", ["", "[]", "3", "null", '"heads"', "{}", '{"heads": [[0, 1]]}', "\x00\x01", '{"layout": 1}'])
@@ -328,3 +398,15 @@ def test_what_is_no_ratio_is_refused(ratio: Any) -> None:
     with pytest.raises(ValueError, match=r"ratio must be .*from 0 to 1; found") as error:
         num_heads_for(ratio, 100)
     assert repr(ratio) in str(error.value)
+    with pytest.raises(ValueError, match=r"ratio must be .*from 0 to 1; found"):
+        exact_ratio(ratio)
+
+
+@given(st.floats(0, 1))
+@example(0.07)
+@settings(deadline=None)
+def test_the_exact_ratio_is_what_was_written(ratio: float) -> None:
+    for written in (ratio, np.float64(ratio), Decimal(repr(ratio))):
+        assert Fraction(exact_ratio(written)) == Fraction(repr(ratio))  # type: ignore[arg-type]
+    assert exact_ratio(0.07) == Decimal("0.07")
+    assert (exact_ratio(0), exact_ratio(1), exact_ratio(1.0)) == (0, 1, 1)

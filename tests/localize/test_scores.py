@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from alps.heads import HeadLayout, HeadSelection, Projection
 from alps.localize import HeadScores, score_heads
 from alps.localize.distance import w1
-from alps.localize.weights import INDEX_FILE, SINGLE_FILE
 from alps.tune import merge, train_only
+from alps.weights import INDEX_FILE, SINGLE_FILE
 
 # The oracle -------------------------------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ def _shifted(n: int, shift: float, seed: int = 0) -> tuple[np.ndarray, np.ndarra
 
 
 def _w1(base_n: np.ndarray, task_n: np.ndarray, temperature: float = 1.0) -> float:
-    return w1(torch.from_numpy(base_n), torch.from_numpy(task_n), temperature).item()
+    return w1(torch.from_numpy(base_n), torch.from_numpy(task_n), temperature)
 
 
 # The distance -----------------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_names_and_choices_are_kept(folders: dict[str, Path]) -> None:
 
 
 def test_identical_models_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^here and there have the same Q, K and V weights: nothing differs"):
+    with pytest.raises(ValueError, match=r"^here and there have the same Q, K, V weights: nothing differs"):
         _score(_make("grouped"), _make("grouped"), names=("here", "there"))
 
 
@@ -431,7 +431,7 @@ def test_a_file_gives_back_every_digit(tmp_path: Path) -> None:
     layout = HeadLayout.from_model(_make("grouped"))
     values_LH = np.random.default_rng(0).random((2, 6)) * 10.0 ** np.arange(-12, 0).reshape(2, 6)
     values_LH[0, :3] = 0, 5e-324, 0.1 + 0.2
-    scores = HeadScores(layout, values_LH, "qkv", "w1", 0.1, "base", "täsk")
+    scores = HeadScores(layout, values_LH, "qkv", "w1", 0.1, "none", "base", "täsk")
     scores.save(tmp_path / "scores.json")
     again = HeadScores.load(tmp_path / "scores.json")
     assert again.values_LH.tobytes() == values_LH.tobytes()

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from alps.compose import _check_command_line
+from alps.compose import RUN, check_command_line
+from alps.localize.__main__ import LOCALIZE
+from alps.localize.compare import COMPARE
 
 REPOSITORY = Path(__file__).parent.parent.parent
 README = (REPOSITORY / "README.md").read_text()
@@ -31,16 +33,24 @@ def test_make_targets_exist(command: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if "alps.run" in c])
-def test_alps_run_commands_are_accepted(command: str, tmp_path: Path) -> None:
-    (tmp_path / "file.jsonl").touch()
-    words = shlex.split(command.replace("FOLDER", str(tmp_path)).replace("FILE", str(tmp_path / "file.jsonl")))
-    assert words[:3] == ["python", "-m", "alps.run"]
-    _check_command_line(words[3:], "config")
+VERBS = {"alps.run": RUN, "alps.localize": LOCALIZE, "alps.localize.compare": COMPARE}
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if c.startswith("python -m")])
+def test_commands_are_accepted(command: str, tmp_path: Path) -> None:
+    for name in ("file.jsonl", "A/heads.json", "B/heads.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    places = {"FOLDER": ".", "FILE": "file.jsonl", "A/heads.json": "A/heads.json", "B/heads.json": "B/heads.json"}
+    for word, place in places.items():
+        command = command.replace(word, str(tmp_path / place))
+    words = shlex.split(command)
+    assert words[:2] == ["python", "-m"]
+    check_command_line(words[3:], VERBS[words[2]])
 
 
 def test_every_other_command_is_known() -> None:
-    assert [c for c in commands() if not c.startswith(("make ", "python -m alps.run"))] == []
+    assert [c for c in commands() if not c.startswith(("make ", "python -m "))] == []
 
 
 def test_the_library_example_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import alps.recording
-from alps.compose import compose_run, typed
+from alps.compose import RUN, compose_run, typed
 from alps.config import RunConfig
 from alps.recording import recording
 from alps.result import EvalInfo, MetaInfo, RunInfo, RunResult, TrainInfo
@@ -163,7 +163,7 @@ def test_what_the_run_was_is_written_beside_it(config: RunConfig) -> None:
     with recording(config):
         pass
     folder = Path(config.paths.output)
-    assert typed(OmegaConf.load(folder / "config.yaml")) == config  # type: ignore[arg-type]
+    assert typed(OmegaConf.load(folder / "config.yaml"), RUN) == config  # type: ignore[arg-type]
     meta = saved(config).meta_info
     assert (meta.seed, meta.data_seed, meta.base_model_path, meta.precision) == (3, 4, "random:tiny", "32-true")
     assert {"python", "torch", "transformers", "alps"} <= set(meta.versions)

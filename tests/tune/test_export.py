@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, OPTConfig, PreTrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+)
 
 from alps.heads import HeadLayout, HeadSelection
 from alps.models import byte_tokenizer, load_model
@@ -27,7 +37,14 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama_untied": LlamaConfig(**SIZE, intermediate_size=40, num_key_value_heads=2, tie_word_embeddings=False),
     "qwen2_tied_biased": Qwen2Config(**SIZE, intermediate_size=40, num_key_value_heads=2, tie_word_embeddings=True),
     "opt_tied_biased": OPTConfig(**SIZE, ffn_dim=40, max_position_embeddings=32, word_embed_proj_dim=24, dropout=0.0),
+    # One module for q, k and v; gpt2's stores [in, out].
+    "phi3_untied": Phi3Config(**SIZE, intermediate_size=40, num_key_value_heads=2, pad_token_id=0, eos_token_id=1),
+    "gpt_neox_untied_biased": GPTNeoXConfig(**SIZE, intermediate_size=40),
+    "gpt2_tied_biased": GPT2Config(
+        vocab_size=258, n_embd=24, n_layer=2, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=1
+    ),
 }
+QKV_MODULES = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn")
 # Query heads 1 and 3 of the second layer; with two query heads to a key/value head, both of its groups; none in the first.
 HEADS = ((1, 1), (1, 3))
 
@@ -93,18 +110,19 @@ def test_a_float32_export_loads_by_itself_with_the_same_logits(
     loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    assert torch.equal(logits(loaded.eval()), expected)
+    # Conv1D adds the bias within its product, opened rows do so after it.
+    torch.testing.assert_close(logits(loaded.eval()), expected, rtol=0, atol=1e-5 if "gpt2" in family else 0)
     assert set(stored(folder)) == set(stored(base)), "other tensor names than the base's"
     # Tied: one tensor in the file, and one in the loaded model.
     tied = "untied" not in family
-    assert ("lm_head.weight" in stored(folder)) == (not tied)
+    assert bool({"lm_head.weight", "embed_out.weight"} & set(stored(folder))) == (not tied)
     assert (loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight) == tied
     assert AutoTokenizer.from_pretrained(folder)("ab")["input_ids"] == byte_tokenizer()("ab")["input_ids"]
     assert sorted(file.suffix for file in folder.iterdir()) == [".json"] * 4 + [".safetensors"]
     selection = selection_of(load_model(base))
     assert moved_outside(base, folder, selection, ["q", "k", "v"], also_train) == []
     if also_train == "rest":
-        others = {name for name in stored(base) if name.split(".")[-2] not in ("q_proj", "k_proj", "v_proj")}
+        others = {name for name in stored(base) if name.split(".")[-2] not in QKV_MODULES}
         assert set(moved_outside(base, folder, selection, ["q", "k", "v"], "nothing")) == others
 
 
@@ -205,6 +223,7 @@ def test_stored_dtype_is_that_of_most_weights(bases: Callable[..., Path], tmp_pa
 
 Q, K, V = (f"model.layers.1.self_attn.{p}_proj" for p in "qkv")
 OPT = "model.decoder.layers.1.self_attn"
+PHI3, NEOX, GPT2 = "model.layers.1.self_attn", "gpt_neox.layers.1.attention", "transformer.h.1.attn"
 
 
 def flip_lowest_bit(tensor: torch.Tensor, index: tuple[int, ...]) -> None:
@@ -250,6 +269,34 @@ def planted(base: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]]
         ("opt_tied_biased", f"{OPT}.k_proj.bias", (18,), "qkvo", "nothing", False),
         ("opt_tied_biased", f"{OPT}.out_proj.weight", (0, 18), "qkvo", "nothing", False),
         ("opt_tied_biased", f"{OPT}.out_proj.bias", (18,), "qkvo", "nothing", True),
+        # Stacked: rows 0 to 23 of q, 24 to 35 of k, 36 to 47 of v; both groups are open.
+        ("phi3_untied", f"{PHI3}.qkv_proj.weight", (11, 0), "qkv", "nothing", False),
+        ("phi3_untied", f"{PHI3}.qkv_proj.weight", (12, 0), "qkv", "nothing", True),
+        ("phi3_untied", f"{PHI3}.qkv_proj.weight", (12, 0), "qkv", "rest", True),
+        ("phi3_untied", f"{PHI3}.qkv_proj.weight", (47, 23), "qkv", "rest", False),
+        ("phi3_untied", f"{PHI3}.qkv_proj.weight", (35, 0), "qv", "nothing", True),
+        ("phi3_untied", f"{PHI3}.qkv_proj.weight", (36, 0), "qv", "nothing", False),
+        ("phi3_untied", f"{PHI3}.o_proj.weight", (0, 6), "qkvo", "nothing", False),
+        ("phi3_untied", f"{PHI3}.o_proj.weight", (0, 6), "qkv", "nothing", True),
+        # Interleaved: head 1 has rows 18 to 35, head 3 rows 54 to 71, of q, k and v in turn.
+        ("gpt_neox_untied_biased", f"{NEOX}.query_key_value.weight", (18, 0), "qkv", "nothing", False),
+        ("gpt_neox_untied_biased", f"{NEOX}.query_key_value.weight", (71, 0), "qkv", "rest", False),
+        ("gpt_neox_untied_biased", f"{NEOX}.query_key_value.weight", (36, 0), "qkv", "nothing", True),
+        ("gpt_neox_untied_biased", f"{NEOX}.query_key_value.bias", (24,), "k", "nothing", False),
+        ("gpt_neox_untied_biased", f"{NEOX}.query_key_value.bias", (24,), "qv", "rest", True),
+        ("gpt_neox_untied_biased", f"{NEOX}.dense.bias", (6,), "qkvo", "nothing", True),
+        ("gpt_neox_untied_biased", "embed_out.weight", (0, 0), "qkv", "nothing", True),
+        # Stored [in, out]: the rows of q, k and v are columns, the columns of o rows.
+        ("gpt2_tied_biased", f"{GPT2}.c_attn.weight", (0, 6), "qkv", "nothing", False),
+        ("gpt2_tied_biased", f"{GPT2}.c_attn.weight", (6, 0), "qkv", "nothing", True),
+        ("gpt2_tied_biased", f"{GPT2}.c_attn.weight", (0, 29), "qkv", "rest", True),
+        ("gpt2_tied_biased", f"{GPT2}.c_attn.weight", (0, 30), "qkv", "rest", False),
+        ("gpt2_tied_biased", f"{GPT2}.c_attn.weight", (0, 54), "q", "nothing", True),
+        ("gpt2_tied_biased", f"{GPT2}.c_attn.bias", (71,), "qkv", "nothing", False),
+        ("gpt2_tied_biased", f"{GPT2}.c_attn.bias", (60,), "qkv", "nothing", True),
+        ("gpt2_tied_biased", f"{GPT2}.c_proj.weight", (6, 0), "qkvo", "nothing", False),
+        ("gpt2_tied_biased", f"{GPT2}.c_proj.weight", (0, 6), "qkvo", "nothing", True),
+        ("gpt2_tied_biased", f"{GPT2}.c_proj.bias", (6,), "qkvo", "nothing", True),
     ],
 )  # fmt: skip
 def test_one_flipped_bit_is_found_outside_the_opened_rows_only(
@@ -319,6 +366,45 @@ def test_constants_of_old_checkpoints_may_go_missing(bases: Callable[..., Path],
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     old = planted(base, tmp_path / "old", lambda tensors: tensors.update({name: torch.ones(3)}))
     assert moved_outside(old, base, selection_of(load_model(base)), ["q", "k", "v"], "nothing") == []
+
+
+@pytest.mark.parametrize("family", ["gpt2_tied_biased", "gpt_neox_untied_biased"])
+@pytest.mark.parametrize("also_train", ["nothing", "rest"])
+def test_a_tampered_frozen_row_of_a_fused_export_is_found(
+    family: str, also_train: str, bases: Callable[..., Path], tmp_path: Path
+) -> None:
+    base, folder = bases(family, "bfloat16"), tmp_path / "model"
+    export(merge(tune(base, "bfloat16", also_train)), byte_tokenizer(), folder, torch.bfloat16)
+    selection = selection_of(load_model(base))
+    assert moved_outside(base, folder, selection, ["q", "k", "v"], also_train) == []
+    name = f"{GPT2}.c_attn.weight" if "gpt2" in family else f"{NEOX}.query_key_value.weight"
+    assert moved_outside(base, folder, selection, ["q", "k"], also_train) == [name.replace("weight", "bias"), name]
+    index = (3, 0) if "gpt2" in family else (0, 3)  # the output's row 0 belongs to query head 0, which is frozen
+    tampered = planted(folder, tmp_path / "tampered", lambda tensors: flip_lowest_bit(tensors[name], index))
+    assert moved_outside(base, tampered, selection, ["q", "k", "v"], also_train) == [name]
+
+
+def test_an_old_gpt2_folder_is_held_against_the_export_name_by_name(bases: Callable[..., Path], tmp_path: Path) -> None:
+    """The public gpt2 leaves `transformer.` out of its names and holds the causal masks."""
+    new = bases("gpt2_tied_biased")
+    selection = selection_of(load_model(new))
+
+    def old_names(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.1.attn.bias"] = torch.ones(1, 1, 32, 32)
+        tensors["h.1.attn.masked_bias"] = torch.tensor(-1e4)
+
+    old = planted(new, tmp_path / "old", old_names)
+    folder = tmp_path / "model"
+    export(merge(tune(old, "float32")), byte_tokenizer(), folder, torch.float32)
+    assert "transformer.wte.weight" in stored(folder)
+    assert moved_outside(old, folder, selection, ["q", "k", "v"], "nothing") == []
+    assert moved_outside(old, folder, selection, ["q"], "rest") == [f"{GPT2}.c_attn.bias", f"{GPT2}.c_attn.weight"]
+    with_head = planted(
+        folder, tmp_path / "head", lambda tensors: tensors.update({"lm_head.weight": tensors["transformer.wte.weight"] * 1.0})
+    )
+    assert moved_outside(old, with_head, selection, ["q", "k", "v"], "nothing") == []
 
 
 def test_casts_that_were_asked_for_are_no_difference(bases: Callable[..., Path], tmp_path: Path) -> None:

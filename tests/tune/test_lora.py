@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
+from transformers.pytorch_utils import Conv1D
 
 from alps.config import LoraConfig
 from alps.heads import HeadLayout
@@ -29,6 +39,22 @@ def opt() -> Any:
         word_embed_proj_dim=24, dropout=0.0, init_std=0.2,
     )  # fmt: skip
     return OPTForCausalLM(config).eval()
+
+
+def gpt2(num_layers: int = 3) -> Any:
+    config = GPT2Config(
+        vocab_size=50, n_embd=24, n_layer=num_layers, n_head=4, n_positions=32, initializer_range=0.2, bos_token_id=0,
+        eos_token_id=1, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).eval()
+
+
+def phi3(num_layers: int = 3) -> Any:
+    config = Phi3Config(
+        vocab_size=50, hidden_size=24, intermediate_size=40, num_hidden_layers=num_layers, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0, eos_token_id=1, initializer_range=0.2,
+    )  # fmt: skip
+    return Phi3ForCausalLM(config).eval()
 
 
 def open_lora(model: Any, projections: list[str], lora: LoraConfig | None = None, seed: int = 0) -> Any:
@@ -71,7 +97,51 @@ def test_adapters_sit_on_exactly_the_projections_and_alone_train(make: Any, num_
             assert torch.equal(parameter, start[plain]), name
 
 
-@pytest.mark.parametrize("make", [llama, opt])
+@pytest.mark.parametrize("projections", [["q", "k", "v"], ["o"], ["v", "q", "o", "k"]])
+@pytest.mark.parametrize("make", [gpt2, phi3])
+def test_fused_projections_share_one_adapter(
+    make: Any, projections: list[str], recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = make(12)
+    start = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    attention = "transformer.h.{}.attn" if make is gpt2 else "model.layers.{}.self_attn"
+    qkv, o = ("c_attn", "c_proj") if make is gpt2 else ("qkv_proj", "o_proj")
+    names = {o if projection == "o" else qkv for projection in projections}
+    model = open_lora(base, projections)
+    assert not [str(warning.message) for warning in recwarn if "fan_in_fan_out" in str(warning.message)]
+    assert "fan_in_fan_out" not in caplog.text
+    assert model.peft_config["default"].fan_in_fan_out == (make is gpt2)
+    expected = {
+        f"base_model.model.{attention.format(layer)}.{name}.lora_{side}.default.weight"
+        for layer in range(12)
+        for name in names
+        for side in "AB"
+    }
+    trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    assert set(trained) == expected
+    if qkv in names:  # 3 * 24 rows of gpt2, (4 + 2 * 2) * 6 of phi3
+        up = f"base_model.model.{attention.format(11)}.{qkv}.lora_B.default.weight"
+        assert trained[up] == (72 if make is gpt2 else 48, 4)
+    train(model, num_steps=2)
+    for name, parameter in model.named_parameters():
+        if name not in expected:
+            assert torch.equal(parameter, start[name.removeprefix("base_model.model.").replace(".base_layer", "")]), name
+
+
+@pytest.mark.parametrize("projections", [["q"], ["q", "v"], ["k", "v", "o"]])
+@pytest.mark.parametrize(("make", "module"), [(gpt2, r"transformer\.h\.0\.attn\.c_attn"), (phi3, "qkv_proj")])
+def test_some_of_fused_projections_cannot_be_adapted_alone(make: Any, module: str, projections: list[str]) -> None:
+    base = make()
+    asked = ", ".join(projections)
+    message = (
+        rf"asked for on {asked}, but .* holds q, k, v in one module, \S*{module}, .* allowed: q, k and v together, o, or all"
+    )
+    with pytest.raises(ValueError, match=message):
+        open_lora(base, projections)
+    assert not any(".lora_" in name for name, _ in base.named_parameters()), "changed, then refused"
+
+
+@pytest.mark.parametrize("make", [llama, opt, gpt2, phi3])
 def test_merged_is_a_plain_model_with_the_adapters_logits(make: Any) -> None:
     base = make()
     plain = copy.deepcopy(base)
@@ -87,7 +157,9 @@ def test_merged_is_a_plain_model_with_the_adapters_logits(make: Any) -> None:
         if ".lora_A." in name:
             up = dict(model.named_parameters())[name.replace("lora_A", "lora_B")]
             target = name.removeprefix("base_model.model.").replace(".lora_A.default", "")
-            expected[target] = expected[target] + 12 / 4 * up.detach() @ parameter.detach()
+            update = 12 / 4 * up.detach() @ parameter.detach()
+            kind = type(plain.get_submodule(target.removesuffix(".weight")))
+            expected[target] = expected[target] + (update.T if kind is Conv1D else update)
     merged = close_after_training(model, "lora")
     state = merged.state_dict()
     assert list(state) == list(plain.state_dict())

@@ -13,15 +13,22 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
+    MptConfig,
     OPTConfig,
+    PersimmonConfig,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
 )
+from transformers.pytorch_utils import Conv1D
 
 from alps.heads import HeadLayout, HeadSelection
-from alps.tune import SliceTrainableLinear, discard, merge, train_only
+from alps.tune import SliceTrainableLinear, count_trained, discard, merge, train_only
 
 H = 4
 SIZE = {
@@ -39,6 +46,24 @@ def _llama(num_kv_heads: int, tied: bool) -> PreTrainedConfig:
     return LlamaConfig(**SIZE, intermediate_size=40, num_key_value_heads=num_kv_heads, tie_word_embeddings=tied)
 
 
+_NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+# One module for q, k and v.
+FUSED: dict[str, PreTrainedConfig] = {
+    "phi3_gqa": Phi3Config(**SIZE, intermediate_size=40, num_key_value_heads=2, pad_token_id=0, eos_token_id=1),
+    "phi3_mqa_tied": Phi3Config(
+        **SIZE, intermediate_size=40, num_key_value_heads=1, pad_token_id=0, eos_token_id=1, tie_word_embeddings=True
+    ),
+    "gpt_neox_biased": GPTNeoXConfig(**SIZE, intermediate_size=40, **_NO_DROPOUT, rotary_pct=1.0),
+    "persimmon_biased": PersimmonConfig(**SIZE, intermediate_size=40, **_NO_DROPOUT, partial_rotary_factor=1.0),
+    "bloom_biased_tied": BloomConfig(
+        vocab_size=50, hidden_size=24, n_layer=3, n_head=H, initializer_range=0.2, **_NO_DROPOUT
+    ),
+    "mpt_tied": MptConfig(vocab_size=50, d_model=24, n_layers=3, n_heads=H, max_seq_len=32, initializer_range=0.2),
+    # Stored [in, out].
+    "gpt2_biased_tied": GPT2Config(
+        vocab_size=50, n_embd=24, n_layer=3, n_head=H, n_positions=32, initializer_range=0.2, bos_token_id=0, eos_token_id=1
+    ),
+}  # fmt: skip
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama_mha_untied": _llama(H, tied=False),
     "llama_gqa_tied": _llama(2, tied=True),
@@ -51,6 +76,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "gemma2_gqa_wide_heads": Gemma2Config(
         **SIZE, intermediate_size=40, num_key_value_heads=2, head_dim=10, query_pre_attn_scalar=10, sliding_window=8
     ),
+    **FUSED,
     # Every projection has a bias, the output's too; MHA; other module names.
     "opt_biased": OPTConfig(
         vocab_size=50, hidden_size=24, num_hidden_layers=3, num_attention_heads=H, ffn_dim=40,
@@ -76,7 +102,7 @@ WAYS = [
 
 def make_model(family: str) -> Any:
     config = copy.deepcopy(FAMILIES[family])
-    config._attn_implementation = "eager" if family.startswith("gemma2") else "sdpa"
+    config._attn_implementation = "eager" if family.startswith(("gemma2", "bloom", "mpt")) else "sdpa"
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
     with torch.no_grad():
@@ -93,28 +119,50 @@ def masks(model: Any, heads: list[tuple[int, int]], projections: str, also_train
     config = model.config
     num_kv_heads = getattr(config, "num_key_value_heads", H)
     width = getattr(config, "head_dim", None) or config.hidden_size // H
-    output = "out_proj" if config.model_type == "opt" else "o_proj"
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         mask = torch.zeros(parameter.shape, dtype=torch.bool)
-        parts = name.split(".")
-        module, kind = parts[-2], parts[-1]
-        if module not in ("q_proj", "k_proj", "v_proj"):
+        *_, parent, module, kind = ("", *name.split("."))
+        layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        chosen = [head for at, head in heads if at == layer]
+        conv1d = isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D)
+        # [out, in], whatever is stored
+        mask_OI = mask.T if conv1d and kind == "weight" else mask
+        blocks = blocks_of(module, num_kv_heads)
+        if blocks is None:
             if also_train == "rest":
                 mask[:] = True
-            elif module == output and "o" in projections and kind == "weight":
-                for layer, head in heads:
-                    if layer == int(parts[parts.index("layers") + 1]):
-                        for column in range(head * width, (head + 1) * width):
-                            mask[:, column] = True
-        elif module[0] in projections:
-            for layer, head in heads:
-                if layer == int(parts[parts.index("layers") + 1]):
-                    number = head if module == "q_proj" else head // (H // num_kv_heads)
-                    for row in range(number * width, (number + 1) * width):
-                        mask[row] = True
+            elif "att" in parent and module in OUTPUTS and "o" in projections and kind == "weight":
+                for head in chosen:
+                    for column in range(head * width, (head + 1) * width):
+                        mask_OI[:, column] = True
+        else:
+            for head in chosen:
+                for projection in projections.replace("o", ""):
+                    block = blocks.get((projection, head if projection == "q" else head // (H // num_kv_heads)))
+                    if block is not None:
+                        for row in range(block * width, (block + 1) * width):
+                            mask_OI[row] = True
         found[name] = mask
     return found
+
+
+OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
+
+
+def blocks_of(module: str, num_kv_heads: int) -> dict[tuple[str, int], int] | None:
+    """Which block of rows each head of q, k and v has in a module of this name; None for a module that holds no such."""
+    queries = [("q", head) for head in range(H)]
+    keys, values = [("k", head) for head in range(num_kv_heads)], [("v", head) for head in range(num_kv_heads)]
+    order = {
+        "q_proj": queries,
+        "k_proj": keys,
+        "v_proj": values,
+        **{name: [*queries, *keys, *values] for name in ("qkv_proj", "Wqkv", "c_attn")},
+        # These families have a key and a value head to each query head.
+        "query_key_value": [(projection, head) for head in range(H) for projection in "qkv"],
+    }.get(module)
+    return None if order is None else {block: place for place, block in enumerate(order)}
 
 
 def batches(num_steps: int) -> list[torch.Tensor]:
@@ -191,7 +239,7 @@ def test_equals_the_zeroed_gradient_oracle(family: str, also_train: str, project
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
-@pytest.mark.parametrize("family", ["llama_gqa_tied", "gemma2_gqa_wide_heads"])
+@pytest.mark.parametrize("family", ["llama_gqa_tied", "gemma2_gqa_wide_heads", "phi3_gqa", "gpt_neox_biased", "gpt2_biased_tied"])
 def test_equals_the_oracle_for_every_kind_of_selection(family: str, selection: str) -> None:
     base = make_model(family)
     oracle, ours = copy.deepcopy(base), copy.deepcopy(base)
@@ -222,7 +270,7 @@ def test_masked_gradients_alone_let_frozen_rows_move() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama_gqa_tied", "qwen2_gqa_biased_untied"])
+@pytest.mark.parametrize("family", ["llama_gqa_tied", "qwen2_gqa_biased_untied", "phi3_gqa", "gpt2_biased_tied"])
 def test_frozen_tensors_are_the_bases_own_during_training(family: str, dtype: torch.dtype) -> None:
     base = make_model(family).to(dtype)
     ours = copy.deepcopy(base)
@@ -246,7 +294,7 @@ def test_frozen_tensors_are_the_bases_own_during_training(family: str, dtype: to
 
 
 @pytest.mark.parametrize("also_train", ["nothing", "rest"])
-@pytest.mark.parametrize("family", ["llama_gqa_tied", "llama_mha_untied", "opt_biased"])
+@pytest.mark.parametrize("family", ["llama_gqa_tied", "llama_mha_untied", "opt_biased", *FUSED])
 def test_merge_gives_a_plain_model_with_the_same_logits(family: str, also_train: str) -> None:
     model = make_model(family)
     kinds = {name: type(module) for name, module in model.named_modules()}
@@ -261,10 +309,17 @@ def test_merge_gives_a_plain_model_with_the_same_logits(family: str, also_train:
         after = model(input_ids=ids).logits
     assert {name: type(module) for name, module in model.named_modules()} == kinds
     assert sorted(model.state_dict()) == sorted(keys)
-    assert torch.equal(after, before)
+    for module in model.modules():
+        if isinstance(module, Conv1D):
+            assert module.weight.is_contiguous()
+            assert tuple(module.weight.shape) == (module.nx, module.nf)
+    if "gpt2" in family:  # Conv1D adds the bias within its product
+        torch.testing.assert_close(after, before, rtol=0, atol=1e-12)
+    else:
+        assert torch.equal(after, before)
 
 
-@pytest.mark.parametrize("family", ["llama_gqa_tied", "qwen2_gqa_biased_untied", "opt_biased"])
+@pytest.mark.parametrize("family", ["llama_gqa_tied", "qwen2_gqa_biased_untied", "opt_biased", *FUSED])
 def test_discard_gives_the_base_back_to_the_bit(family: str) -> None:
     base = make_model(family)
     model = copy.deepcopy(base)
@@ -280,6 +335,43 @@ def test_discard_gives_the_base_back_to_the_bit(family: str) -> None:
     ids = batches(1)[0]
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, base(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize(("also_train", "projections", "selection"), WAYS)
+@pytest.mark.parametrize("family", ["qwen2_gqa_biased_tied", *FUSED])
+def test_what_trains_is_counted_as_the_oracle_marks_it(family: str, also_train: str, projections: str, selection: str) -> None:
+    model = make_model(family)
+    trains = masks(model, SELECTIONS[selection], projections, also_train)
+    qkv = {name: mask for name, mask in trains.items() if blocks_of(name.split(".")[-2], 1) is not None}
+    chosen = selected(model, selection)
+    train_only(model, chosen, projections=list(projections), also_train=also_train)  # type: ignore[arg-type]
+    parts = count_trained(model, chosen)
+    assert parts.trained == sum(int(mask.sum()) for mask in trains.values())
+    assert parts.total == sum(mask.numel() for mask in trains.values())
+    assert parts.qkv_trained == sum(int(mask.sum()) for mask in qkv.values())
+    assert parts.qkv_total == sum(mask.numel() for mask in qkv.values())
+    if set("qkv") <= set(projections):
+        assert parts.qkv_trained == chosen.num_qkv_parameters
+
+
+@pytest.mark.parametrize("family", ["phi3_mqa_tied", "gpt_neox_biased", "gpt2_biased_tied"])
+def test_one_projection_of_a_fused_module_opens_its_rows_only(family: str) -> None:
+    """Head 1 of 4 in layer 2, heads 6 wide: q is rows 6 to 11 of a stack, and 18 to 23 where each head has q, k and v."""
+    for projections in ("q", "v", "qkv"):
+        model = make_model(family)
+        train_only(model, HeadSelection(HeadLayout.from_model(model), ((2, 1),)), projections=list(projections))  # type: ignore[arg-type]
+        (opened,) = [module for module in model.modules() if isinstance(module, SliceTrainableLinear)]
+        expected = {
+            ("phi3_mqa_tied", "v"): [*range(30, 36)],
+            ("phi3_mqa_tied", "qkv"): [*range(6, 12), *range(24, 36)],
+            ("gpt_neox_biased", "q"): [*range(18, 24)],
+            ("gpt_neox_biased", "v"): [*range(30, 36)],
+            ("gpt_neox_biased", "qkv"): [*range(18, 36)],
+            ("gpt2_biased_tied", "v"): [*range(54, 60)],
+            ("gpt2_biased_tied", "qkv"): [*range(6, 12), *range(30, 36), *range(54, 60)],
+        }.get((family, projections), [*range(6, 12)])
+        assert opened.index.tolist() == expected
+        assert tuple(opened.trained.shape) == (len(expected), 24)
 
 
 def test_a_second_training_goes_on_from_the_first() -> None:
@@ -306,6 +398,9 @@ def test_what_cannot_be_trained_is_refused_with_advice() -> None:
         train_only(model, HeadSelection(layout, ((0, 0),)), projections=["x"])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="q, k, v, o"):
         train_only(model, HeadSelection(layout, ((0, 0),)), projections=[])
+    opened = train_only(make_model("llama_gqa_tied"), HeadSelection(layout, ((0, 0),)))
+    with pytest.raises(ValueError, match=r"open already; merge \(or discard\)"):
+        train_only(opened, HeadSelection(layout, ((0, 1),)))
     other = HeadSelection(HeadLayout.from_model(make_model("llama_mha_untied")), ((0, 0),))
     with pytest.raises(ValueError, match="not this model's"):
         train_only(model, other)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.pytorch_utils import Conv1D
 
 from alps.tune import SliceTrainableLinear
 
@@ -228,6 +229,80 @@ def test_merged_shares_no_memory_with_the_base() -> None:
         merged = SliceTrainableLinear(linear, INDICES, dim).merged()  # type: ignore[arg-type]
         assert merged.weight.data_ptr() != linear.weight.data_ptr()
         assert merged.bias.data_ptr() != linear.bias.data_ptr()
+
+
+# Over transformers' Conv1D, which stores [in, out] ------------------------------------------------------------------------
+
+
+def conv1d_of(linear: nn.Linear) -> Conv1D:
+    """The same function as a Conv1D, of no shared memory."""
+    conv = Conv1D(linear.out_features, linear.in_features)
+    conv.weight = nn.Parameter(linear.weight.detach().T.contiguous().clone())
+    conv.bias = nn.Parameter(linear.bias.detach().clone())
+    return conv
+
+
+@pytest.mark.parametrize("dim", ["rows", "columns"])
+def test_over_conv1d_values_gradients_and_merged_are_those_of_a_linear(dim: Dim) -> None:
+    dense, over_linear = pair(dim, bias=True)
+    conv = conv1d_of(dense)
+    sliced = SliceTrainableLinear(conv, INDICES, dim)
+    assert sliced.weight is conv.weight, "a copy of the frozen weight"
+    assert (sliced.in_features, sliced.out_features) == (COLUMNS, ROWS)
+    assert torch.equal(sliced.trained, over_linear.trained), "the trained slices are not those of [out, in]"
+    assert sliced.trained.is_contiguous()
+    with torch.no_grad():
+        sliced.trained.normal_()
+        for place, index in enumerate(INDICES):
+            if dim == "rows":
+                dense.weight[index] = sliced.trained[place]
+            else:
+                dense.weight[:, index] = sliced.trained[:, place]
+    x_dense = torch.randn(2, 3, COLUMNS, dtype=torch.float64, requires_grad=True)
+    x_sliced = x_dense.detach().clone().requires_grad_()
+    torch.testing.assert_close(sliced(x_sliced), dense(x_dense), rtol=0, atol=1e-14)
+    dense(x_dense).square().sum().backward()
+    sliced(x_sliced).square().sum().backward()
+    torch.testing.assert_close(x_sliced.grad, x_dense.grad, rtol=0, atol=1e-12)
+    check_gradients(sliced, dense, rtol=0, atol=1e-12)
+    merged = sliced.merged()
+    assert type(merged) is Conv1D
+    assert (merged.nf, merged.nx) == (ROWS, COLUMNS)
+    assert torch.equal(merged.weight, dense.weight.T)
+    assert merged.weight.is_contiguous()
+    torch.testing.assert_close(merged(x_dense), dense(x_dense), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", ["rows", "columns"])
+def test_over_conv1d_the_frozen_tensors_stay(dim: Dim, base: torch.dtype) -> None:
+    conv = conv1d_of(nn.Linear(COLUMNS, ROWS, dtype=base))
+    before = copy.deepcopy(conv)
+    sliced = SliceTrainableLinear(conv, INDICES, dim)
+    assert sliced.trained.dtype == torch.float32
+    trained = [parameter for parameter in sliced.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.1, weight_decay=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=base == torch.bfloat16):
+            loss = sliced(torch.randn(4, COLUMNS)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+    merged, original = sliced.merged(), sliced.original()
+    assert torch.equal(conv.weight, before.weight)
+    assert type(original) is Conv1D
+    assert original.weight is conv.weight
+    assert original.bias is conv.bias
+    assert merged.weight.data_ptr() != conv.weight.data_ptr()
+    assert merged.bias.data_ptr() != conv.bias.data_ptr()
+    moved = merged.weight != before.weight  # [in, out]
+    expected = torch.zeros_like(moved)
+    if dim == "rows":
+        expected[:, INDICES] = True
+    else:
+        expected[INDICES] = True
+    assert torch.equal(moved, expected)
+    assert (merged.bias != before.bias).tolist() == [dim == "rows" and index in INDICES for index in range(ROWS)]
 
 
 @pytest.mark.parametrize("indices", [[], [1, 0], [1, 1], [-1, 0], [ROWS]])

@@ -59,7 +59,7 @@ def made_up_scores(layout: HeadLayout) -> HeadScores:
     values_LH = np.linspace(0.0, 1.0, L * H).reshape(H, L).T.copy()
     for rank, head in enumerate(TOP_HEADS):
         values_LH[head] = 2.0 + rank
-    return HeadScores(layout, values_LH, "qkv", "w1", 1.0, "base", "task")
+    return HeadScores(layout, values_LH, "qkv", "w1", 1.0, "none", "base", "task")
 
 
 def expected_changes(name: str, shape: torch.Size, heads: tuple[Head, ...], qkv: str, rest: bool) -> torch.Tensor:
