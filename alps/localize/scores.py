@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,11 +19,13 @@ from alps.localize.distance import DISTANCES
 from alps.localize.normalization import NORMALIZATIONS, normalized
 from alps.localize.partial import PartialScores, state_of
 from alps.localize.representation import REPRESENTATIONS, LayerWeights
-from alps.localize.w1 import w1_of_group
+from alps.localize.w1 import FastW1
 from alps.progress import progress
 from alps.weights import WeightSource, open_weights
 
 T = TypeVar("T")
+Heads = list[list[torch.Tensor]]
+"""The heads of a group, each as its parts (alps/localize/representation.py)."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ def score_heads(
     _named(dict.fromkeys(NORMALIZATIONS), normalization, "normalization")
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be above 0; found {temperature}")
+    measure = FastW1(temperature).of_group if distance == "w1" else _one_by_one(distance, temperature)
     values_LH = np.zeros((layout.num_layers, layout.num_query_heads))
     scale_LH = np.ones_like(values_LH)
     with WeightSource(base) as base_source, open_weights(task, base_source) as task_source, torch.inference_mode():
@@ -135,7 +138,7 @@ def score_heads(
             for group in range(layout.num_kv_heads):
                 base_heads, task_heads = (represent.of_group(layer_weights, layout, group) for layer_weights in weights)
                 heads = slice(group * layout.group_size, (group + 1) * layout.group_size)
-                values_LH[layer, heads] = _distances(distance, base_heads, task_heads, temperature)
+                values_LH[layer, heads] = measure(base_heads, task_heads)
                 if normalization == "weight_scale":
                     scale_LH[layer, heads] = [_root_mean_square(parts) for parts in base_heads]
             kept.put(layer, values_LH[layer], scale_LH[layer])
@@ -158,16 +161,14 @@ def score_heads(
     return HeadScores(layout, values_LH, representation, distance, temperature, normalization, labels[0], labels[1])
 
 
-def _distances(
-    name: str, base_heads: list[list[torch.Tensor]], task_heads: list[list[torch.Tensor]], temperature: float
-) -> list[float]:
-    if name == "w1":
-        return w1_of_group(base_heads, task_heads, temperature)
-    between = DISTANCES[name].between
-    return [
-        between(torch.cat(base_parts).double(), torch.cat(task_parts).double(), temperature)
-        for base_parts, task_parts in zip(base_heads, task_heads, strict=True)
-    ]
+def _one_by_one(distance: str, temperature: float) -> Callable[[Heads, Heads], list[float]]:
+    def measure(base_heads: Heads, task_heads: Heads) -> list[float]:
+        return [
+            DISTANCES[distance].between(torch.cat(base_parts).double(), torch.cat(task_parts).double(), temperature)
+            for base_parts, task_parts in zip(base_heads, task_heads, strict=True)
+        ]
+
+    return measure
 
 
 def read_layer(source: WeightSource, layout: HeadLayout, layer: int, projections: tuple[Projection, ...]) -> LayerWeights:

@@ -31,71 +31,86 @@ _LARGEST = 8.0
 _SMALL_SHIFT = 0.02
 
 
-def w1_of_group(
-    base_heads: Sequence[Sequence[torch.Tensor]], task_heads: Sequence[Sequence[torch.Tensor]], temperature: float
-) -> list[float]:
-    """W1 of each head, given as parts that belong end to end; a tensor that several heads share is worked on once.
+class FastW1:
+    """W1 of heads, one key/value group after another.
 
     Right to 1e-6. Small heads, and those in float64 or with weights beyond what float32 can do at this temperature, take the
     plain formula.
     """
-    times_used: dict[int, int] = {}
-    for head in base_heads:
-        for part_n in head:
-            times_used[id(part_n)] = times_used.get(id(part_n), 0) + 1
-    kept: dict[int, _Part | None] = {}
-    worthwhile = sum(part.numel() for part in base_heads[0]) >= _WORTHWHILE
-    scores = []
-    for base_parts, task_parts in zip(base_heads, task_heads, strict=True):
-        parts: list[_Part] = []
-        for base_n, task_n in zip(base_parts, task_parts, strict=True) if worthwhile else ():
-            part = kept[id(base_n)] if id(base_n) in kept else _part(base_n, task_n, temperature)
-            if times_used[id(base_n)] > 1:
-                kept[id(base_n)] = part
-            if part is None:
-                break
-            parts.append(part)
-        if len(parts) == len(base_parts):
-            scores.append(_w1(parts))
-        else:
-            scores.append(w1(torch.cat([*base_parts]).double(), torch.cat([*task_parts]).double(), temperature))
-    return scores
+
+    def __init__(self, temperature: float) -> None:
+        self.temperature = temperature
+        self._held: dict[int, _Part] = {}
+
+    def of_group(self, base_heads: Sequence[Sequence[torch.Tensor]], task_heads: Sequence[Sequence[torch.Tensor]]) -> list[float]:
+        """The distance of each head, given as 1-D parts that belong end to end.
+
+        A part that is the same tensor as the one in its place in the head before is not worked on again.
+        """
+        if not self._float32_will_do(base_heads, task_heads):
+            return [
+                w1(torch.cat([*base_parts]).double(), torch.cat([*task_parts]).double(), self.temperature)
+                for base_parts, task_parts in zip(base_heads, task_heads, strict=True)
+            ]
+        scores = []
+        for base_parts, task_parts in zip(base_heads, task_heads, strict=True):
+            for place, (base_n, task_n) in enumerate(zip(base_parts, task_parts, strict=True)):
+                held = self._held.get(place)
+                if held is None or held.e_n.numel() != base_n.numel():
+                    held = self._held[place] = _Part(base_n.numel())
+                if held.base_n is not base_n or held.task_n is not task_n:
+                    held.fill(base_n, task_n, self.temperature)
+            scores.append(_w1([self._held[place] for place in range(len(base_parts))]))
+        return scores
+
+    def _float32_will_do(self, *models: Sequence[Sequence[torch.Tensor]]) -> bool:
+        parts = {id(part_n): part_n for heads in models for head in heads for part_n in head}.values()
+        if sum(part_n.numel() for part_n in models[0][0]) < _WORTHWHILE or any(part_n.itemsize > 4 for part_n in parts):
+            return False
+        return all(float(end.abs()) <= _LARGEST * self.temperature for part_n in parts for end in part_n.aminmax())
 
 
 class _Part:
-    """A part's e and e*u, [N, M] in float32, and their sums over each block, [N] in float64."""
+    """A part's e and e*u, [n] in float32, and their sums over each block, [N] in float64.
 
-    def __init__(self, e_n: torch.Tensor, eu_n: torch.Tensor) -> None:
-        self.block = math.gcd(e_n.numel(), _BLOCK)
-        self.e_NM, self.eu_NM = e_n.view(-1, self.block), eu_n.view(-1, self.block)
-        ones_M = torch.ones(self.block)
+    The memory of the two is used again for the next head: fresh memory for each would cost as much time as filling it.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.base_n: torch.Tensor | None = None
+        self.task_n: torch.Tensor | None = None
+        self.block = math.gcd(n, _BLOCK)
+        self.e_n, self.eu_n, self._spare_n = (torch.empty(n, dtype=torch.float32) for _ in range(3))
+        self.e_NM, self.eu_NM, self._spare_NM = (x_n.view(-1, self.block) for x_n in (self.e_n, self.eu_n, self._spare_n))
+        self._ones_M = torch.ones(self.block)
         # Entry j of a block is in the running sums from j to the block's end: M - j of them.
-        ramp_M = torch.arange(self.block, 0, -1, dtype=torch.float32)
-        self.mass_N, self.moved_N = (self.e_NM @ ones_M).double(), (self.eu_NM @ ones_M).double()
-        self.mass_area_N, self.moved_area_N = (self.e_NM @ ramp_M).double(), (self.eu_NM @ ramp_M).double()
-        self.reach_N = (self.eu_NM.abs() @ ones_M).double()
+        self._ramp_M = torch.arange(self.block, 0, -1, dtype=torch.float32)
 
-
-def _part(base_n: torch.Tensor, task_n: torch.Tensor, temperature: float) -> _Part | None:
-    """The sums of one part; None where float32 will not do."""
-    largest = max(float(end.abs()) for weights_n in (base_n, task_n) for end in weights_n.aminmax())
-    if max(base_n.itemsize, task_n.itemsize) > 4 or not largest / temperature <= _LARGEST:
-        return None
-    w_n = base_n.float()
-    d_n = task_n.float() - w_n
-    if temperature != 1:
-        w_n, d_n = w_n / temperature, d_n / temperature
-    e_n = w_n.exp()
-    if max(float(end.abs()) for end in d_n.aminmax()) > _SMALL_SHIFT:
-        return _Part(e_n, torch.expm1(d_n).mul_(e_n))
-    u_n = torch.mul(d_n, 1 / 6).add_(0.5).mul_(d_n)
-    return _Part(e_n, torch.addcmul(d_n, d_n, u_n, out=u_n).mul_(e_n))
+    def fill(self, base_n: torch.Tensor, task_n: torch.Tensor, temperature: float) -> None:
+        """Work out the sums of one part of one head."""
+        self.base_n, self.task_n = base_n, task_n
+        d_n, e_n, eu_n = self._spare_n.copy_(task_n), self.e_n.copy_(base_n), self.eu_n
+        d_n.sub_(e_n)
+        if temperature != 1:
+            d_n.div_(temperature)
+        # exp, by way of 2 to a power: half the time.
+        torch.exp2(e_n.mul_(1 / (temperature * math.log(2))), out=e_n)
+        if max(float(end.abs()) for end in d_n.aminmax()) > _SMALL_SHIFT:
+            torch.expm1(d_n, out=eu_n)
+        else:
+            torch.mul(d_n, 1 / 6, out=eu_n).add_(0.5).mul_(d_n)
+            torch.addcmul(d_n, d_n, eu_n, out=eu_n)
+        eu_n.mul_(e_n)
+        self.mass_N, self.moved_N = (self.e_NM @ self._ones_M).double(), (self.eu_NM @ self._ones_M).double()
+        self.mass_area_N, self.moved_area_N = (self.e_NM @ self._ramp_M).double(), (self.eu_NM @ self._ramp_M).double()
+        torch.abs(eu_n, out=self._spare_n)
+        self.reach_N = (self._spare_NM @ self._ones_M).double()
 
 
 def _w1(parts: Sequence[_Part]) -> float:
     total = sum(part.mass_N.sum().item() for part in parts)
     mean = sum(part.moved_N.sum().item() for part in parts) / total
-    n = sum(part.e_NM.numel() for part in parts)
+    n = sum(part.e_n.numel() for part in parts)
     area = carried = 0.0
     for part in parts:
         step_N = torch.add(part.moved_N, part.mass_N, alpha=-mean)
@@ -104,7 +119,7 @@ def _w1(parts: Sequence[_Part]) -> float:
         area_N = torch.add(part.moved_area_N, part.mass_area_N, alpha=-mean).add_(start_N, alpha=part.block).abs_()
         reach_N = torch.add(part.reach_N, part.mass_N, alpha=abs(mean))
         crossing = (start_N.abs() < reach_N).nonzero()[:, 0]
-        x_CM = torch.add(part.eu_NM[crossing], part.e_NM[crossing], alpha=-mean)
+        x_CM = part.eu_NM.index_select(0, crossing).add_(part.e_NM.index_select(0, crossing), alpha=-mean)
         area_N[crossing] = x_CM.cumsum(1, dtype=torch.float64).add_(start_N[crossing, None]).abs_().sum(1)
         area += area_N.sum().item()
         carried = end_N[-1].item()

@@ -4,6 +4,7 @@ import itertools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -171,7 +172,7 @@ def test_dollars_in_the_title_are_money_not_mathematics() -> None:
     assert (title.get_text(), title.get_parse_math()) == ("costs $5 and $6", False)
 
 
-def test_writes_one_png_replaces_it_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_writes_png_and_svg_replaces_them_and_leaves_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "heads.png"
     for title in ("first", "second"):
         before = path.read_bytes() if path.exists() else b""
@@ -180,7 +181,8 @@ def test_writes_one_png_replaces_it_and_leaves_nothing_else(tmp_path: Path) -> N
         assert after.startswith(b"\x89PNG")
         assert len(after) > 20_000
         assert after != before
-    assert list(path.parent.iterdir()) == [path]
+        assert title in "".join(ElementTree.parse(path.with_suffix(".svg")).getroot().itertext())
+    assert sorted(path.parent.iterdir()) == [path, path.with_suffix(".svg")]
 
 
 def test_failed_write_leaves_no_half_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
