@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from alps.changes import open_weights
 from alps.heads import QKV, HeadLayout
 from alps.localize.representation import qkv
 from alps.localize.scores import read_layer
 from alps.progress import progress
-from alps.weights import WeightSource, open_weights
+from alps.weights import WeightSource
 
 
 def shift_cosines(
@@ -38,7 +39,7 @@ def shift_cosines(
                     a_n, b_n = first_n - base_n, second_n - base_n
                     length = a_n.norm() * b_n.norm()
                     if length > 0:
-                        cosines_LH[layer, group * layout.group_size + index] = ((a_n @ b_n) / length).item()
+                        cosines_LH[layer, group * layout.group_size + index] = min(1.0, max(-1.0, ((a_n @ b_n) / length).item()))
             del weights
             for source in (base_source, first, second):
                 source.close_files()

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from alps.changes import is_change
 from alps.config import LocalizeConfig
 from alps.files import write_whole
 from alps.heads import HeadLayout, HeadSelection
@@ -18,7 +19,6 @@ from alps.localize.scores import HeadScores, ranked, score_heads
 from alps.models import layout_of, resolve_model
 from alps.progress import quiet_libraries
 from alps.select import select_heads
-from alps.weights import is_change
 
 # What write_localization makes, besides scores.json.
 LOCALIZATION_FILES = ("heads.json", "heads.csv", "heatmap.png", "heatmap.svg", "layers.png", "layers.svg")

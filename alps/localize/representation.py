@@ -28,9 +28,14 @@ def qkv_product(weights: LayerWeights, layout: HeadLayout, group: int) -> list[l
 
     n = D*E, in float64. Formed as W_q ((W_k)^T W_v), so that nothing is larger than [D, E].
     """
-    k_ED, v_ED = (layout.block(weights[p], p, group * layout.group_size).double() for p in ("k", "v"))
+
+    def wide(projection: Projection, head: int) -> torch.Tensor:
+        # Contiguous, or equal weights that are stored in different orders would give products that differ in their last digits.
+        return layout.block(weights[projection], projection, head).double().contiguous()
+
+    k_ED, v_ED = (wide(p, group * layout.group_size) for p in ("k", "v"))
     kv_EE = k_ED @ v_ED.T
-    return [[(layout.block(weights["q"], "q", head).double().T @ kv_EE).reshape(-1)] for head in _heads(layout, group)]
+    return [[(wide("q", head).T @ kv_EE).reshape(-1)] for head in _heads(layout, group)]
 
 
 def o_proj(weights: LayerWeights, layout: HeadLayout, group: int) -> list[list[torch.Tensor]]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from alps.changes import open_weights
 from alps.heads import HeadLayout, Projection
 from alps.localize.distance import DISTANCES
 from alps.localize.normalization import NORMALIZATIONS, normalized
@@ -21,7 +22,7 @@ from alps.localize.partial import PartialScores, state_of
 from alps.localize.representation import REPRESENTATIONS, LayerWeights
 from alps.localize.w1 import FastW1
 from alps.progress import progress
-from alps.weights import WeightSource, open_weights
+from alps.weights import WeightSource
 
 T = TypeVar("T")
 Heads = list[list[torch.Tensor]]

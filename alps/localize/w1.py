@@ -27,8 +27,8 @@ _BLOCK = 64
 _WORTHWHILE = 2**16
 # Up to here float32 holds exp(w / tau) to 1e-6 and far from overflow. Weights of language models are below 2.
 _LARGEST = 8.0
-# Up to here expm1(d) is d + d^2/2 + d^3/6 to 4e-7 of itself, at a quarter of the time.
-_SMALL_SHIFT = 0.02
+# Up to here expm1(d) is d + d^2/2 to 2e-7 of itself; and up to here d + d^2/2 + d^3/6 to 4e-7. Both take a fraction of its time.
+_TINY_SHIFT, _SMALL_SHIFT = 1e-3, 0.02
 
 
 class FastW1:
@@ -48,10 +48,7 @@ class FastW1:
         A part that is the same tensor as the one in its place in the head before is not worked on again.
         """
         if not self._float32_will_do(base_heads, task_heads):
-            return [
-                w1(torch.cat([*base_parts]).double(), torch.cat([*task_parts]).double(), self.temperature)
-                for base_parts, task_parts in zip(base_heads, task_heads, strict=True)
-            ]
+            return [self._plain(*parts) for parts in zip(base_heads, task_heads, strict=True)]
         scores = []
         for base_parts, task_parts in zip(base_heads, task_heads, strict=True):
             for place, (base_n, task_n) in enumerate(zip(base_parts, task_parts, strict=True)):
@@ -60,8 +57,14 @@ class FastW1:
                     held = self._held[place] = _Part(base_n.numel())
                 if held.base_n is not base_n or held.task_n is not task_n:
                     held.fill(base_n, task_n, self.temperature)
-            scores.append(_w1([self._held[place] for place in range(len(base_parts))]))
+            distance = _w1([self._held[place] for place in range(len(base_parts))])
+            scores.append(self._plain(base_parts, task_parts) if distance is None else distance)
+        for part in self._held.values():
+            part.base_n = part.task_n = None  # a tensor that is held keeps its file open
         return scores
+
+    def _plain(self, base_parts: Sequence[torch.Tensor], task_parts: Sequence[torch.Tensor]) -> float:
+        return w1(torch.cat([*base_parts]).double(), torch.cat([*task_parts]).double(), self.temperature)
 
     def _float32_will_do(self, *models: Sequence[Sequence[torch.Tensor]]) -> bool:
         parts = {id(part_n): part_n for heads in models for head in heads for part_n in head}.values()
@@ -95,21 +98,36 @@ class _Part:
             d_n.div_(temperature)
         # exp, by way of 2 to a power: half the time.
         torch.exp2(e_n.mul_(1 / (temperature * math.log(2))), out=e_n)
-        if max(float(end.abs()) for end in d_n.aminmax()) > _SMALL_SHIFT:
-            torch.expm1(d_n, out=eu_n)
-        else:
+        largest = max(float(end.abs()) for end in d_n.aminmax())
+        self.square_N: torch.Tensor | None = None
+        if largest > _SMALL_SHIFT:
+            torch.expm1(d_n, out=eu_n).mul_(e_n)
+        elif largest > _TINY_SHIFT:
             torch.mul(d_n, 1 / 6, out=eu_n).add_(0.5).mul_(d_n)
-            torch.addcmul(d_n, d_n, eu_n, out=eu_n)
-        eu_n.mul_(e_n)
+            torch.addcmul(d_n, d_n, eu_n, out=eu_n).mul_(e_n)
+        else:
+            # d^2/2 is beyond the digits of d here, yet its sum, which has one sign, counts. It is taken a block at a time.
+            torch.mul(e_n, d_n, out=eu_n)
+            self.square_N = (d_n.mul_(eu_n).view(-1, self.block) @ self._ones_M).double() / 2
         self.mass_N, self.moved_N = (self.e_NM @ self._ones_M).double(), (self.eu_NM @ self._ones_M).double()
         self.mass_area_N, self.moved_area_N = (self.e_NM @ self._ramp_M).double(), (self.eu_NM @ self._ramp_M).double()
         torch.abs(eu_n, out=self._spare_n)
         self.reach_N = (self._spare_NM @ self._ones_M).double()
+        if self.square_N is not None:  # as if spread evenly over the block
+            self.moved_N += self.square_N
+            self.moved_area_N += self.square_N * (self.block + 1) / 2
+            self.reach_N += self.square_N
 
 
-def _w1(parts: Sequence[_Part]) -> float:
-    total = sum(part.mass_N.sum().item() for part in parts)
-    mean = sum(part.moved_N.sum().item() for part in parts) / total
+def _w1(parts: Sequence[_Part]) -> float | None:
+    """The distance; None where nearly all entries moved the same way, and what counts is beyond float32's digits."""
+    total, moved, reach = (
+        sum(sums_N.sum().item() for sums_N in sums)
+        for sums in zip(*((part.mass_N, part.moved_N, part.reach_N) for part in parts), strict=True)
+    )
+    if abs(moved) > reach / 2:
+        return None
+    mean = moved / total
     n = sum(part.e_n.numel() for part in parts)
     area = carried = 0.0
     for part in parts:
@@ -120,6 +138,8 @@ def _w1(parts: Sequence[_Part]) -> float:
         reach_N = torch.add(part.reach_N, part.mass_N, alpha=abs(mean))
         crossing = (start_N.abs() < reach_N).nonzero()[:, 0]
         x_CM = part.eu_NM.index_select(0, crossing).add_(part.e_NM.index_select(0, crossing), alpha=-mean)
+        if part.square_N is not None:
+            x_CM += part.square_N[crossing, None].float() / part.block
         area_N[crossing] = x_CM.cumsum(1, dtype=torch.float64).add_(start_N[crossing, None]).abs_().sum(1)
         area += area_N.sum().item()
         carried = end_N[-1].item()

@@ -62,7 +62,7 @@ def select_heads(
     exact_ratio(ratio)
     ranking = _ranking(selector, layout, _units(layout, unit), scores, seed)
     by_count = budget == "heads"
-    chosen = ranking[: num_heads_for(ratio, len(ranking))] if by_count else _that_fit(ranking, layout, ratio, projections)
+    chosen = ranking[: num_heads_for(ratio, len(ranking))] if by_count else _that_fit(ranking, layout, ratio, projections, unit)
     heads = tuple(head for heads in chosen for head in heads)
     if selector != "spad" or scores is None:
         return HeadSelection(layout, heads, ratio, selector, budget=budget, unit=unit)
@@ -120,7 +120,9 @@ def _ranking(selector: str, layout: HeadLayout, units: list[Unit], scores: HeadS
     return [units[order_LU[layer][turn]] for turn in range(per_layer) for layer in generator.permutation(layout.num_layers)]
 
 
-def _that_fit(ranking: list[Unit], layout: HeadLayout, ratio: float, projections: Sequence[Projection]) -> list[Unit]:
+def _that_fit(
+    ranking: list[Unit], layout: HeadLayout, ratio: float, projections: Sequence[Projection], unit_name: str
+) -> list[Unit]:
     """The units that a budget of parameters takes, going down the ranking."""
     size = {p: layout.head_width * (layout.shape(p)[1] + (p in layout.biased)) for p in QKV if p in projections}
     if not size:
@@ -141,7 +143,7 @@ def _that_fit(ranking: list[Unit], layout: HeadLayout, ratio: float, projections
             left -= cost
     if ranking and not chosen and ratio > 0:
         raise ValueError(
-            f"ratio = {ratio:g} of {total:,} parameters is less than a single {'head' if len(ranking[0]) == 1 else 'group'} has; "
+            f"ratio = {ratio:g} of {total:,} parameters is less than a single {unit_name} has; "
             "raise the ratio, or count heads (budget heads)"
         )
     return chosen

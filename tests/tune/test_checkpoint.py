@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, Phi3Config, PreTrainedConfig, Qwen2Config
 
+from alps.changes import open_weights
 from alps.heads import HeadLayout, HeadSelection
 from alps.tune import SliceTrainableLinear, load_trained, merge, open_for_training, save_trained, train_only
 from alps.tune.apply import train_everything
-from alps.weights import WeightSource, fingerprint, open_weights
+from alps.weights import WeightSource, fingerprint
 
 SIZE = {"vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL = {**SIZE, "intermediate_size": 40}
