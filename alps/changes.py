@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ from alps.weights import (
     read_json,
 )
 
+log = logging.getLogger(__name__)
 ADAPTER_FILE = "adapter_model.safetensors"
 
 
@@ -71,15 +73,29 @@ class _Adapter(_Change):
             self._alphas = [(re.compile(rf"(.*\.)?({pattern})"), float(alpha)) for pattern, alpha in patterns.items()]
         except (TypeError, ValueError, re.error) as error:
             raise ValueError(f"{folder / ADAPTER_CONFIG} is damaged: {type(error).__name__}: {error}") from error
+        made_on = config.get("base_model_name_or_path")
+        if made_on and base.folder is not None and Path(made_on).resolve() != base.folder.resolve():
+            log.warning("%s says that it was made on %s; it is put on %s", folder, made_on, base.name)
         # peft notes it as the last adapted module had it, which need not be an attention module; the base knows better.
         family = FAMILIES.get(base.model_type or "")
         self._transposed = family.transposed if family else bool(config.get("fan_in_fan_out"))
+        self._check_names()
         stems = {name.removeprefix(_PEFT).rpartition(".lora_")[0] for name in self._files if ".lora_" in name}
         for stem in sorted(stems):
             both = [f"{_PEFT}{stem}.lora_{part}.weight" in self._files for part in "AB"]
             if both == [True, False] or both == [False, True]:
                 raise ValueError(f"{folder} is damaged: of {stem} it holds only one of lora_A and lora_B")
         self._check_modules(stems)
+
+    def _check_names(self) -> None:
+        """Raise ValueError for a tensor that would be passed over: it could be the very update that was trained."""
+        for name in self._files:
+            known = name.startswith(_PEFT) and (".lora_" not in name or name.endswith(_LORA_TENSORS))
+            if not known:
+                example = f"{_PEFT}model.layers.0.self_attn.q_proj.lora_A.weight"
+                raise ValueError(f"{self.name}: cannot tell what the tensor {name} changes; peft's own names look like {example}")
+        if not self._files:
+            raise ValueError(f"{self.name} holds an adapter without a single tensor")
 
     def read(self, name: str) -> torch.Tensor:
         module, _, kind = name.rpartition(".")
@@ -104,6 +120,7 @@ class _Adapter(_Change):
 
 
 _PEFT = "base_model.model."
+_LORA_TENSORS = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias", ".lora_embedding_A", ".lora_embedding_B")
 # What a plain LoRA's config may say: anything else that is switched on changes what the saved weights mean. The last line's are
 # of embeddings, biases or the start of training, and play no part in attention weights.
 _PLAIN_LORA = {

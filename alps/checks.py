@@ -47,6 +47,9 @@ def check_localize(config: LocalizeConfig) -> None:
     """Raise ConfigError with every fault of a localisation's config."""
     faults = _check_keys(config, "")
     faults += _check_models({"base": config.base, "task": config.task})
+    for key, model in (("base", config.base), ("task", config.task)):
+        if Path(model).is_dir() and Path(config.out).resolve() == Path(model).resolve():
+            faults.append(fault("out", config.out, "a folder of its own", why=f"it is the model {key}"))
     if config.base == config.task and config.base_revision == config.task_revision:
         faults.append(fault("task", config.task, "another model than base: nothing would differ"))
     if faults:
@@ -58,12 +61,17 @@ def check_compare(config: CompareConfig) -> None:
     faults = _check_keys(config, "")
     if not 2 <= len(config.heads) <= 8:
         faults.append(fault("heads", config.heads, "2 to 8 heads.json files, as in heads=[a/heads.json,b/heads.json]"))
+    if len({str(Path(name).expanduser().resolve()) for name in config.heads}) < len(config.heads):
+        faults.append(fault("heads", config.heads, "each file once"))
     for name in config.heads:
         path = Path(name).expanduser()
         if path.is_dir() and (path / "heads.json").is_file():
             faults.append(fault("heads", name, "a heads.json file", str(path / "heads.json"), why="a folder"))
         elif not path.is_file():
             faults.append(fault("heads", name, "an existing heads.json file", _nearest_path(path)))
+    odd = [name for name in config.names or [] if not name.strip() or not name.isprintable()]
+    if odd:
+        faults.append(fault("names", odd[0], "words on one line"))
     if config.names is not None and not len(set(config.names)) == len(config.names) == len(config.heads):
         faults.append(fault("names", config.names, f"a name of its own for each of the {len(config.heads)} heads files"))
     if faults:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -60,8 +61,14 @@ def run_cli(verb: Verb[C], task: Callable[[C], None]) -> None:
         _exit_with(failed[0], 1 if isinstance(failed[0], ArithmeticError) else 2)
 
 
+# What a person can mend, whoever raised it: a full or read-only disk, a folder that may not be written.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+
+
 def _is_for_people(error: Exception) -> bool:
     """Whether our own code raised it, to say what is wrong; what libraries raise is a fault to be seen whole."""
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS and os.environ.get("ALPS_TRACEBACK") != "1":
+        return True
     if os.environ.get("ALPS_TRACEBACK") == "1" or not isinstance(error, (ValueError, FileNotFoundError, FloatingPointError)):
         return isinstance(error, ConfigError)
     frames = list(traceback.walk_tb(error.__traceback__))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ def check_command_line(arguments: Sequence[str], verb: Verb[C]) -> None:
         folders: list[str] = []
         for overrides in _jobs(parsed):
             config = _compose(overrides, verb, "run" if verb is RUN else None, options.config_name)
-            folders += [] if verb is RUN else [str(getattr(config, verb.output_key))]
+            folders += [] if verb is RUN else [os.path.abspath(getattr(config, verb.output_key))]
         if repeated := {folder for folder in folders if folders.count(folder) > 1}:
             raise ConfigError(fault(verb.output_key, sorted(repeated)[0], "a folder for each job, such as out='DIR/${ratio}'"))
 

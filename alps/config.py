@@ -183,7 +183,7 @@ class LocalizeConfig:
     task: str = MISSING
     base_revision: str | None = None
     task_revision: str | None = None
-    ratio: float = number(at_least=0, at_most=1)
+    ratio: float = number(above=0, at_most=1)
     budget: str = one_of(*BUDGETS)
     unit: str = one_of(*UNITS)
     representation: str = one_of(*REPRESENTATIONS)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from alps.checks import ConfigError
 from alps.files import sha256_of, whole_folder
 
 if TYPE_CHECKING:
@@ -81,17 +82,30 @@ def load_model(folder: Path, *, dtype: str = "float32", attention: str = "sdpa",
     return model.to(device).eval()
 
 
-def layout_of(folder: Path) -> HeadLayout:
-    """Where the heads of a folder's model lie, from its config.json alone. Raises ValueError for an unusable one."""
+def layout_of(folder: Path, *, key: str = "model") -> HeadLayout:
+    """Where the heads of a folder's model lie, from its config.json alone.
+
+    Raises ValueError for an unusable one; `key` is what a person set to name it.
+    """
     from transformers import AutoConfig
 
     from alps.heads import HeadLayout
+    from alps.heads.families import family_of
 
+    if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
+        raise ValueError(f"{key}: {folder} is the folder of a run; its model is {folder / 'model'}")
     try:
-        return HeadLayout.from_config(AutoConfig.from_pretrained(str(folder), trust_remote_code=False))
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        try:
+            family_of(str(config.model_type))
+        except ValueError as error:
+            raise ConfigError(f"{key}: {folder}: {error}") from None
+        return HeadLayout.from_config(config)
+    except ConfigError:
+        raise
     except Exception as error:  # a damaged config can fail anywhere in the library
         why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"model: {folder} has no usable config.json: {' '.join(why.split())[:700]}") from error
+        raise ValueError(f"{key}: {folder} has no usable config.json: {' '.join(why.split())[:700]}") from error
 
 
 def load_tokenizer(folder: Path) -> Any:

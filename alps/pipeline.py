@@ -71,6 +71,7 @@ class Pipeline:
         # An unsupported family, or a task model that is not the base's twin, is refused here, before weights are read.
         self.layout = layout_of(self.base_folder)
         self.task_folder = self._given_task_model()
+        self._check_selection()
         self.tokenizer = load_tokenizer(self.base_folder)
         self.data = prepare_data(config.data, self.tokenizer, self.cache)
         log.info("data\n%s", self.data.describe())
@@ -171,18 +172,8 @@ class Pipeline:
 
     def select(self, scores: HeadScores | None) -> HeadSelection:
         """The heads to train, with tables and pictures where they were scored."""
-        config, strategy, folder = self.config, self.config.strategy, self.folder.path / "localize"
-        selection = select_heads(
-            strategy.selector,
-            self.layout,
-            strategy.ratio,
-            scores=scores,
-            seed=config.seed,
-            budget=strategy.budget,
-            unit=strategy.unit,
-            projections=cast(list[Projection], strategy.projections),
-            heads_file=Path(strategy.heads_file).expanduser() if strategy.heads_file else None,
-        )
+        config, folder = self.config, self.folder.path / "localize"
+        selection = self._select(scores)
         if scores is not None:
             write_localization(scores, selection, folder, f"{config.model.name} on {config.data.name}")
         else:
@@ -193,6 +184,28 @@ class Pipeline:
             len(selection.heads) / self.layout.num_heads if selection.ratio is None else selection.ratio
         )
         return selection
+
+    def _check_selection(self) -> None:
+        """Refuse, before anything long, a heads file that does not fit, and a budget that no head fits into."""
+        strategy = self.config.strategy
+        # Any ranking will do to try a budget.
+        selection = self._select(None, "random" if strategy.selector == "spad" else strategy.selector)
+        if not selection.heads and strategy.also_train == "nothing":
+            raise ValueError(f"strategy.heads_file: {strategy.heads_file} holds no heads, and strategy.also_train is nothing")
+
+    def _select(self, scores: HeadScores | None, selector: str | None = None) -> HeadSelection:
+        strategy = self.config.strategy
+        return select_heads(
+            selector or strategy.selector,
+            self.layout,
+            strategy.ratio,
+            scores=scores,
+            seed=self.config.seed,
+            budget=strategy.budget,
+            unit=strategy.unit,
+            projections=cast(list[Projection], strategy.projections),
+            heads_file=Path(strategy.heads_file).expanduser() if strategy.heads_file else None,
+        )
 
     def train(self, selection: HeadSelection) -> Path:
         """Train what the strategy says; returns the folder of the merged model, checked against the base where rows trained."""

@@ -100,6 +100,8 @@ class WeightSource:
                 f"{self.name}: {module} is trained through {', '.join(sorted(others))}, so {name} is still the base's; "
                 "merge the model first (alps.merge)"
             )
+        if weight.is_meta:
+            raise ValueError(f"{self.name}: {name} is on the meta device, which holds no values; load the model first")
         return weight.detach().cpu()
 
     def _missing(self, name: str, names: list[str]) -> str:
@@ -131,6 +133,8 @@ def _files_by_weight(folder: Path) -> dict[str, Path]:
     if (folder / INDEX_FILE).is_file():
         try:
             weight_map: dict[str, str] = dict(read_json(folder / INDEX_FILE)["weight_map"])
+            if not all(isinstance(shard, str) for shard in weight_map.values()):
+                raise TypeError("a shard's name that is no text")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{folder / INDEX_FILE} is damaged: {type(error).__name__}: {error}") from error
         for shard in sorted(set(weight_map.values())):

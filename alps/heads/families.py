@@ -28,6 +28,8 @@ class Family:
     def __post_init__(self) -> None:
         if self.arrangement not in get_args(Arrangement):
             raise ValueError(f"arrangement is {self.arrangement!r}; allowed: {', '.join(get_args(Arrangement))}")
+        if not isinstance(self.o, tuple) or not self.o:
+            raise ValueError(f"o is a tuple of the names to try, such as ('o_proj',); found {self.o!r}")
         if (self.arrangement == "separate") != (len({self.q, self.k, self.v}) == 3):
             raise ValueError(f"{self.arrangement} projections cannot be called {self.q}, {self.k} and {self.v}")
 
@@ -57,15 +59,20 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+_BUILT_IN = frozenset(FAMILIES)
+
+
 def register_family(model_type: str, family: Family) -> None:
     """Make the heads of another family known: scoring, row training and export then work on it.
 
     `model_type` is the Hugging Face config's. Its heads must be contiguous in each projection and its output projection must
-    read them in order; docs/families.md says how to make sure. Raises ValueError if it is known as something else.
+    read them in order; docs/families.md says how to make sure. Registering it again replaces it. Raises ValueError for one that
+    comes with this package as something else.
     """
-    known = FAMILIES.get(model_type)
-    if known is not None and known != family:
-        raise ValueError(f"model family {model_type!r} is known already, as {known}")
+    if not isinstance(model_type, str) or not model_type or not isinstance(family, Family):
+        raise ValueError(f"a family is registered as its model_type and a Family; found {model_type!r} and {family!r}")
+    if model_type in _BUILT_IN and FAMILIES[model_type] != family:
+        raise ValueError(f"model family {model_type!r} comes with this package, as {FAMILIES[model_type]}")
     FAMILIES[model_type] = family
 
 

@@ -12,6 +12,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
+from alps.files import write_whole
 from alps.heads.layout import Head, HeadLayout, Projection
 
 
@@ -67,6 +68,10 @@ class HeadSelection:
             raise ValueError(f"a head is a pair (layer, query head) of whole numbers: {error}") from error
         for head in heads:
             self.layout.check_head(head)
+        if self.ratio is not None:
+            exact_ratio(self.ratio)
+        if self.budget not in ("heads", "parameters") or self.unit not in ("head", "group"):
+            raise ValueError(f"budget is heads or parameters and unit is head or group; found {self.budget!r} and {self.unit!r}")
         object.__setattr__(self, "heads", heads)
 
     # What the selection opens -----------------------------------------------------------------------------------------
@@ -152,8 +157,7 @@ class HeadSelection:
 
     def save(self, path: Path) -> None:
         """Write heads.json."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> HeadSelection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,10 +63,23 @@ class Pair:
 
     @property
     def in_direction_conflict(self) -> tuple[Head, ...] | None:
-        """Shared heads that the two tasks move in opposite directions; None where the models were not read."""
-        if self.cosines_LH is None:
+        """Shared heads that the two tasks move in opposite directions; None where no directions are known.
+
+        The cosine of two unrelated changes of n weights is 0 with a standard deviation of 1 / sqrt(n): only heads more than
+        three of those below 0 count.
+        """
+        if self.cosines_LH is None or np.isnan(self.cosines_LH).all():
             return None
-        return tuple(head for head in self.shared if self.cosines_LH[head] < 0)
+        layout = self.one.selection.layout
+        noise = 1 / math.sqrt(3 * layout.head_width * layout.model_width)
+        return tuple(head for head in self.shared if self.cosines_LH[head] < -3 * noise)
+
+    @property
+    def shared_cosine(self) -> float:
+        """Mean cosine of the two changes of the shared heads; NaN where there are none or the models were not read."""
+        if self.cosines_LH is None or not self.shared:
+            return float("nan")
+        return float(np.mean([self.cosines_LH[head] for head in self.shared]))
 
     @property
     def rank_correlation(self) -> float:

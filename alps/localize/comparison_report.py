@@ -43,7 +43,9 @@ def write_comparison(entries: Sequence[Named], pairs: Sequence[Pair], folder: Pa
     scores = [entry.scores.values_LH if entry.scores else None for entry in entries]
     counts = [chosen_per_layer(entry.selection) for entry in entries]
     how = {entry.scores.how for entry in entries if entry.scores}
-    score_name = f"shift of the head's weights ({how.pop()})" if len(how) == 1 else "score over the mean of all heads"
+    score_name = (
+        f"shift of the head's weights ({how.pop()})" if len(how) == 1 else "rank of the head (1: the largest score of all)"
+    )
     jaccard_NN, correlation_NN = np.eye(len(entries)), np.eye(len(entries))
     for pair in pairs:
         place = names.index(pair.one.name), names.index(pair.other.name)
@@ -52,8 +54,8 @@ def write_comparison(entries: Sequence[Named], pairs: Sequence[Pair], folder: Pa
     write_whole(folder / "pairs.csv", _pairs_csv(pairs))
     write_whole(folder / "heads.csv", _heads_csv(entries, pairs))
     write_whole(folder / "layers.csv", _layers_csv(entries))
-    # Scores of different kinds have no common scale; each is shown over its own mean then.
-    shown = scores if len({entry.scores.how for entry in entries if entry.scores}) <= 1 else [_over_mean(s) for s in scores]
+    # Scores of different kinds have no common scale, but ranks have.
+    shown = scores if len({entry.scores.how for entry in entries if entry.scores}) <= 1 else [_relative_rank(s) for s in scores]
     layout = entries[0].selection.layout
     plot_tasks(
         shown,
@@ -76,6 +78,7 @@ def write_comparison(entries: Sequence[Named], pairs: Sequence[Pair], folder: Pa
             first = scored[0].one.name
             curves = {pair.name: curves[pair.name] for pair in scored if pair.one.name == first}
             title = f"{title}: pairs with {first}"
+        title = f"{title}: each one's top heads by score, whatever was chosen"
         plot_overlap_by_ratio(RATIOS, curves, title=title, path=folder / "ratios.png", chance=chance)
 
 
@@ -84,14 +87,17 @@ def _describe(entries: Sequence[Named], pairs: Sequence[Pair]) -> str:
     lines = [f"{entries[0].selection.layout}", ""]
     lines += [f"  {entry.name:<{width}}  {describe_selection(entry.selection)}" for entry in entries]
     pair_width = max(len(pair.name) for pair in pairs)
-    lines += ["", f"  {'pair':<{pair_width}}  shared  Jaccard  (by chance)  group conflicts  opposed  Spearman"]
+    lines += ["", f"  {'pair':<{pair_width}}  shared  Jaccard  (by chance)  group conflicts  Spearman  mean cosine  opposed"]
     for pair in pairs:
         opposed = "-" if pair.in_direction_conflict is None else str(len(pair.in_direction_conflict))
-        correlation = "-" if np.isnan(pair.rank_correlation) else f"{pair.rank_correlation:.3f}"
+        correlation, cosine = ("-" if np.isnan(x) else f"{x:.3f}" for x in (pair.rank_correlation, pair.shared_cosine))
         lines.append(
             f"  {pair.name:<{pair_width}}  {len(pair.shared):6}  {pair.jaccard:7.3f}  {pair.chance:11.3f}  "
-            f"{len(pair.in_group_conflict):15}  {opposed:>7}  {correlation:>8}"
+            f"{len(pair.in_group_conflict):15}  {correlation:>8}  {cosine:>11}  {opposed:>7}"
         )
+    lines += ["", "  group conflicts: heads that one chose and the other did not, though it trains their key/value head"]
+    if any(pair.cosines_LH is not None for pair in pairs):
+        lines.append("  mean cosine: of the two changes of a shared head; opposed: shared heads clearly below 0")
     return "\n".join(lines)
 
 
@@ -113,14 +119,14 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def _pairs_csv(pairs: Sequence[Pair]) -> str:
     header = [
         *("one", "other", "chosen_by_one", "chosen_by_other", "shared", "jaccard", "jaccard_by_chance", "group_conflicts"),
-        *("opposed", "rank_correlation"),
+        *("rank_correlation", "mean_cosine_of_shared", "opposed"),
     ]
     rows = [
         [
             *(pair.one.name, pair.other.name, len(pair.one.selection.heads), len(pair.other.selection.heads), len(pair.shared)),
             *(pair.jaccard, pair.chance, len(pair.in_group_conflict)),
+            *(pair.rank_correlation, pair.shared_cosine),
             None if pair.in_direction_conflict is None else len(pair.in_direction_conflict),
-            pair.rank_correlation,
         ]
         for pair in pairs
     ]
@@ -132,7 +138,7 @@ def _heads_csv(entries: Sequence[Named], pairs: Sequence[Pair]) -> str:
     chosen = [set(entry.selection.heads) for entry in entries]
     conflicts = [set(pair.in_group_conflict) for pair in pairs]
     read = [pair for pair in pairs if pair.cosines_LH is not None]
-    header = ["layer", "query_head", "kv_head", "chosen_by", "group_conflicts"]
+    header = ["layer", "query_head", "kv_head", "num_choosing", "num_group_conflicts"]
     header += [f"chosen: {entry.name}" for entry in entries] + [f"score: {entry.name}" for entry in entries]
     header += [f"cosine: {pair.name}" for pair in read]
     rows = [
@@ -161,11 +167,14 @@ def _layers_csv(entries: Sequence[Named]) -> str:
 
 def _ratios_csv(curves: Mapping[str, np.ndarray], chance: np.ndarray) -> str:
     rows = [[ratio, *(float(curve[i]) for curve in curves.values()), float(chance[i])] for i, ratio in enumerate(RATIOS)]
-    return _table(["ratio", *(f"jaccard: {name}" for name in curves), "jaccard by chance"], rows)
+    return _table(["ratio", *(f"jaccard: {name}" for name in curves), "jaccard_by_chance"], rows)
 
 
-def _over_mean(scores_LH: np.ndarray | None) -> np.ndarray | None:
-    return None if scores_LH is None else scores_LH / scores_LH.mean()
+def _relative_rank(scores_LH: np.ndarray | None) -> np.ndarray | None:
+    """Share of the heads that a head's score is not below, [L, H] up to 1."""
+    from scipy.stats import rankdata
+
+    return None if scores_LH is None else rankdata(scores_LH, method="max").reshape(scores_LH.shape) / scores_LH.size
 
 
 def _with_directions(pairs: Sequence[Pair], cache: Path, show_progress: bool) -> list[Pair]:
@@ -180,10 +189,18 @@ def _with_directions(pairs: Sequence[Pair], cache: Path, show_progress: bool) ->
         if pair.one.scores.base != pair.other.scores.base:
             raise ValueError(f"directions: {pair.name} have two bases, {pair.one.scores.base} and {pair.other.scores.base}")
         names = (pair.one.scores.base, pair.one.scores.task, pair.other.scores.task)
-        base, one, other = (resolve_model(name, cache, key="directions") for name in names)
+        base, one, other = (_folder_of(name, cache) for name in names)
         cosines_LH = shift_cosines(base, one, other, pair.one.selection.layout, show_progress=show_progress)
         compared.append(replace(pair, cosines_LH=cosines_LH))
     return compared
+
+
+def _folder_of(name: str, cache: Path) -> Path:
+    try:
+        path, _, revision = (name, "", "") if Path(name).is_dir() else name.partition("@")
+        return resolve_model(path, cache, revision or None)
+    except ValueError as error:
+        raise ValueError(f"directions: the model {name}, which the scores name, is not to be had: {error}") from error
 
 
 def _telling_apart(paths: Sequence[Path]) -> list[str]:

@@ -116,7 +116,7 @@ def _head_scores_figure(scores_LH: np.ndarray, chosen: _Heads, *, title: str, sc
             color="white",
             mec="black",
             mew=0.5,
-            label=f"trains along (shared key/value): {len(moved_heads)}",
+            label=f"moves along (shared key/value head): {len(moved_heads)}",
         )
     figure.text(
         left / width,

@@ -13,11 +13,11 @@ from alps.files import write_whole
 class PartialScores:
     """A file of finished layers: their scores and the scales of their weights, [H] each, under a key that says of what.
 
-    With another key, or where the file cannot be read, it begins empty.
+    With another key it begins empty; a layer that is damaged is not there.
     """
 
-    def __init__(self, path: Path | None, key: list[object]) -> None:
-        self._path = path
+    def __init__(self, path: Path | None, key: list[object], num_heads: int) -> None:
+        self._path, self._num_heads = path, num_heads
         self._key = json.loads(json.dumps(key))
         self._layers: dict[str, list[list[float]]] = {}
         if path is not None and path.is_file():
@@ -30,8 +30,12 @@ class PartialScores:
 
     def get(self, layer: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Scores and scales of a layer, if it is done."""
-        found = self._layers.get(str(layer))
-        return None if found is None else (np.array(found[0]), np.array(found[1]))
+        try:
+            values_H, scale_H = (np.asarray(part, dtype=np.float64) for part in self._layers[str(layer)])
+        except (KeyError, TypeError, ValueError):
+            return None
+        whole = all(part.shape == (self._num_heads,) and np.isfinite(part).all() for part in (values_H, scale_H))
+        return (values_H, scale_H) if whole else None
 
     def put(self, layer: int, values_H: np.ndarray, scale_H: np.ndarray) -> None:
         """Keep a finished layer."""
@@ -49,5 +53,5 @@ def state_of(folder: Path | None) -> list[object]:
     """What tells whether a folder's files changed, without reading them: names, sizes and dates."""
     if folder is None:
         return []
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".json"))
+    files = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors" or path.name.endswith("config.json"))
     return [str(folder.resolve()), *([file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files)]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from alps.changes import open_weights
+from alps.files import write_whole
 from alps.heads import HeadLayout, Projection
 from alps.localize.distance import DISTANCES
 from alps.localize.normalization import NORMALIZATIONS, normalized
@@ -47,6 +48,10 @@ class HeadScores:
     task: str
 
     def __post_init__(self) -> None:
+        if self.normalization not in NORMALIZATIONS:
+            raise ValueError(f"normalization is {self.normalization!r}; allowed: {', '.join(NORMALIZATIONS)}")
+        if not isinstance(self.temperature, (int, float)) or not self.temperature > 0:
+            raise ValueError(f"temperature is {self.temperature!r}; allowed: a number above 0")
         if self.values_LH.shape != (self.layout.num_layers, self.layout.num_query_heads):
             raise ValueError(f"scores have the shape {self.values_LH.shape}, which is not that of {self.layout}")
         for layer, head in np.argwhere(~np.isfinite(self.values_LH))[:1]:
@@ -55,7 +60,9 @@ class HeadScores:
     @property
     def how(self) -> str:
         """What the scores are, in a few words for a label."""
-        by = {"none": "", "layer": ", over its layer's mean", "weight_scale": ", over the weights' scale"}[self.normalization]
+        by = {"none": "", "layer": ", divided by its layer's mean", "weight_scale": ", divided by the weights' scale"}[
+            self.normalization
+        ]
         tau = "" if self.temperature == 1 else f", tau {self.temperature:g}"
         return f"{self.representation}, {self.distance}{tau}{by}"
 
@@ -74,8 +81,7 @@ class HeadScores:
 
     def save(self, path: Path) -> None:
         """Write scores.json."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_json()) + "\n")
+        write_whole(path, json.dumps(self.to_json()) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> HeadScores:
@@ -86,6 +92,12 @@ class HeadScores:
             return cls(layout=layout, values_LH=np.asarray(data.pop("scores"), dtype=np.float64), **data)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a scores.json: {type(error).__name__}: {error}") from error
+
+
+def group_means(values_LH: np.ndarray, layout: HeadLayout) -> np.ndarray:
+    """For each head the mean score of the query heads of its key/value head, [L, H]."""
+    means_LK = values_LH.reshape(layout.num_layers, layout.num_kv_heads, -1).mean(2)
+    return np.repeat(means_LK, layout.group_size, axis=1)
 
 
 def ranked(values_LH: np.ndarray) -> list[tuple[int, int]]:
@@ -112,7 +124,7 @@ def score_heads(
     `base` and `task` are safetensors folders or Hugging Face models, in any mix and any unquantised dtype; `task` may also be a
     peft LoRA folder or saved rows (alps.tune.checkpoint) on that base. Only the projections that the representation looks at
     are read, a layer at a time. `names` (base, task) is what the scores call the two. Finished layers are kept in the file
-    `partial` until all are, so that a scoring of folders that was stopped goes on.
+    `partial`, so that a scoring of folders that was stopped goes on; whoever has saved the scores deletes it.
 
     Raises ValueError for an unknown representation, distance or normalisation, a temperature that is not above 0, a tensor that
     is missing, of the wrong shape, quantised, or with NaN or Inf (named), and where no weight differs at all: then any
@@ -121,16 +133,25 @@ def score_heads(
     represent = _named(REPRESENTATIONS, representation, "representation")
     degree = _named(DISTANCES, distance, "distance").degree
     _named(dict.fromkeys(NORMALIZATIONS), normalization, "normalization")
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature must be above 0; found {temperature}")
+    if not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be above 0; found {temperature!r}")
     measure = FastW1(temperature).of_group if distance == "w1" else _one_by_one(distance, temperature)
     values_LH = np.zeros((layout.num_layers, layout.num_query_heads))
     scale_LH = np.ones_like(values_LH)
     with WeightSource(base) as base_source, open_weights(task, base_source) as task_source, torch.inference_mode():
         labels = tuple(names) if names else (base_source.name, task_source.name)
+        if len(labels) != 2:
+            raise ValueError(f"names are two, of base and task; found {labels}")
         what = [representation, distance, temperature, normalization == "weight_scale", layout.fingerprint]
         on_disk = base_source.folder is not None and task_source.folder is not None
-        kept = PartialScores(partial if on_disk else None, [*what, state_of(base_source.folder), state_of(task_source.folder)])
+        kept = PartialScores(
+            partial if on_disk else None,
+            [*what, state_of(base_source.folder), state_of(task_source.folder)],
+            layout.num_query_heads,
+        )
+        for source in (base_source, task_source):
+            if source.has(f"{layout.module_name(layout.num_layers, represent.reads[0])}.weight"):
+                raise ValueError(f"{source.name} has more layers than the {layout.num_layers} of the layout")
         for layer in progress(range(layout.num_layers), "scoring heads", "layer", show=show_progress):
             if (done := kept.get(layer)) is not None:
                 values_LH[layer], scale_LH[layer] = done
@@ -149,16 +170,16 @@ def score_heads(
             task_source.close_files()
         _check_scores(values_LH, scale_LH, distance, temperature)
         if not values_LH.any():
+            kept.remove()
             if _any_difference(base_source, task_source, layout, represent.reads):
                 raise ValueError(
                     f"every head's score is 0, so none can be ranked; a temperature of {temperature:g} may hide the difference"
                 )
-            same = ", ".join(represent.reads).upper()
+            same = ", ".join("o_proj" if p == "o" else p.upper() for p in represent.reads)
             raise ValueError(
                 f"{labels[0]} and {labels[1]} have the same {same} weights: nothing differs, so no head can be ranked"
             )
     values_LH = normalized(values_LH, normalization, scale_LH, degree)
-    kept.remove()
     return HeadScores(layout, values_LH, representation, distance, temperature, normalization, labels[0], labels[1])
 
 
@@ -202,8 +223,14 @@ def _check_scores(values_LH: np.ndarray, scale_LH: np.ndarray, distance: str, te
 
 
 def _any_difference(base: WeightSource, task: WeightSource, layout: HeadLayout, projections: tuple[Projection, ...]) -> bool:
-    pairs = ([read_layer(source, layout, layer, projections) for source in (base, task)] for layer in range(layout.num_layers))
-    return any(not torch.equal(one[p].double(), other[p].double()) for one, other in pairs for p in projections)
+    for layer in range(layout.num_layers):
+        one, other = (read_layer(source, layout, layer, projections) for source in (base, task))
+        if any(not torch.equal(one[p].double(), other[p].double()) for p in projections):
+            return True
+        del one, other
+        base.close_files()
+        task.close_files()
+    return False
 
 
 def _root_mean_square(parts: Sequence[torch.Tensor]) -> float:

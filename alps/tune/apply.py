@@ -67,6 +67,10 @@ def train_only(
         raise ValueError(
             f"the selection is of {selection.layout.family}, layout {selection.layout.fingerprint}; not this model's"
         )
+    if also_train not in ("nothing", "rest"):
+        raise ValueError(f"also_train must be nothing or rest; found {also_train!r}")
+    if any(".lora_" in name for name, _ in model.named_parameters()):
+        raise ValueError("the model has adapters; merge them first (merge_and_unload)")
     unknown = set(projections) - {"q", "k", "v", "o"}
     if unknown or not projections:
         raise ValueError(f"projections must be some of q, k, v, o; found {list(projections)}")

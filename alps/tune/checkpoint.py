@@ -29,6 +29,7 @@ def save_trained(model: nn.Module, selection: HeadSelection, folder: Path, *, ba
 
     Raises ValueError for adapters, and where nothing trains.
     """
+    folder = Path(folder)
     _check_no_adapters(model)
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not tensors:
@@ -40,6 +41,15 @@ def save_trained(model: nn.Module, selection: HeadSelection, folder: Path, *, ba
             slices[name] = {"dim": "rows" if module.dim == 0 else "columns", "transposed": module.transposed}
             tensors[f"{name}.index"] = module.index
             whole -= {f"{name}.trained", f"{name}.trained_bias"}
+            places = {
+                module_name: (layer, held)
+                for layer in range(selection.layout.num_layers)
+                for module_name, held in selection.layout.modules(layer).items()
+            }
+            layer, held = places.get(name, (0, ()))
+            opened = {index for projection in held for index in selection.indices(layer, projection)}
+            if not set(module.index.tolist()) <= opened:
+                raise ValueError(f"{name} trains rows that are not of the selection: it is another one's")
     description = {
         "format": FORMAT,
         "base_fingerprint": base_fingerprint,
@@ -55,9 +65,11 @@ def save_trained(model: nn.Module, selection: HeadSelection, folder: Path, *, ba
 def load_trained(model: nn.Module, folder: Path, *, base_fingerprint: str) -> nn.Module:
     """Open in `model`, a base as it was loaded, what `save_trained` found open, with the values it learned; in place.
 
-    All is looked at before `model` is changed. Raises ValueError for another base, for a model that is open already, and for a
-    folder that is damaged: cut short, without a name that it should hold, or with values that are not finite.
+    The fingerprint is the caller's word for what `model` is. All is looked at before `model` is changed. Raises ValueError for
+    another base, for a model that is open already, and for a folder that is damaged: cut short, without a name that it should
+    hold, or with values that are not finite.
     """
+    folder = Path(folder)
     _check_no_adapters(model)
     if any(isinstance(module, SliceTrainableLinear) for module in model.modules()):
         raise ValueError("rows of this model are open already; trained rows are loaded into a base as it was")

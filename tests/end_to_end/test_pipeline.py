@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import alps.pipeline
 from alps.compose import compose_run
-from alps.heads import HeadSelection
+from alps.heads import HeadLayout, HeadSelection
 from alps.localize import HeadScores
 from alps.models import byte_tokenizer
 from alps.pipeline import run
@@ -184,6 +185,22 @@ def test_heads_from_a_file_train_without_a_proxy(tmp_path: Path, cache: Path) ->
     assert second.eval_info.tuned["response_loss"] == first.eval_info.tuned["response_loss"]
     found = HeadSelection.load(tmp_path / "two" / "localize" / "heads.json")
     assert found.to_json() == HeadSelection.load(heads).to_json(), "where the heads came from is kept"
+
+
+@pytest.mark.parametrize("what", ["empty", "of another model", "too little"])
+def test_a_choice_of_heads_that_cannot_be_is_refused_before_anything_long(
+    what: str, tmp_path: Path, cache: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = HeadLayout.from_config(AutoConfig.from_pretrained(tiny))
+    if what == "of another model":
+        layout = replace(layout, num_layers=5)
+    HeadSelection(layout, () if what == "empty" else ((0, 0),)).save(tmp_path / "heads.json")
+    overrides = ["strategy=from_file", f"strategy.heads_file={tmp_path / 'heads.json'}"]
+    if what == "too little":
+        overrides = ["strategy.budget=parameters", "strategy.ratio=0.0001"]
+    monkeypatch.setattr(alps.pipeline, "load_model", lambda *a, **k: pytest.fail("a model was loaded"))
+    with pytest.raises(ValueError, match=r"holds no heads|not of this model|less than a single head"):
+        quick_run(tmp_path / "run", cache, *overrides)
 
 
 def test_budget_unit_and_normalisation_reach_the_selection(tmp_path: Path, cache: Path) -> None:

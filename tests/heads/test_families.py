@@ -332,14 +332,12 @@ def test_a_registered_family_is_as_good_as_a_known_one(name: str, family: Family
 
 @pytest.mark.usefixtures("_forgotten")
 def test_a_family_that_is_known_otherwise_is_refused() -> None:
-    register_family("gpt_bigcode", Family.fused("c_attn", "c_proj", "stacked"))
     for name, family in [
-        ("gpt_bigcode", Family.fused("c_attn", "c_proj", "interleaved")),
         ("llama", Family.fused("qkv_proj", "o_proj", "stacked")),
         ("gpt2", Family.fused("c_attn", "c_proj", "stacked")),  # not transposed
     ]:
         before = heads.FAMILIES[name]
-        with pytest.raises(ValueError, match=f"model family '{name}' is known already"):
+        with pytest.raises(ValueError, match=f"model family '{name}' comes with this package"):
             register_family(name, family)
         assert heads.FAMILIES[name] == before
 
@@ -374,3 +372,16 @@ def test_the_documents_example_runs_and_its_check_finds_a_wrong_arrangement() ->
     assert f"{len(heads.FAMILIES) - 1} of them" in text  # gpt_bigcode is the one registered here
     assert f"({len(heads.FAMILIES) - 1 - len(FUSED)})" in text
     assert all(f"`{name}`" in text or name in text for name in FUSED)
+
+
+@pytest.mark.usefixtures("_forgotten")
+def test_a_registration_may_be_mended_and_must_be_one() -> None:
+    register_family("gptx", Family.fused("c_attn", "c_proj", "stacked"))
+    register_family("gptx", Family())
+    assert heads.FAMILIES["gptx"] == Family()
+    for name, family in [("gptx", "nope"), ("", Family()), (None, Family())]:
+        with pytest.raises(ValueError, match="a family is registered as its model_type and a Family"):
+            register_family(name, family)  # type: ignore[arg-type]
+    for names in ((), "o_proj"):
+        with pytest.raises(ValueError, match="o is a tuple of the names to try"):
+            Family(o=names)  # type: ignore[arg-type]

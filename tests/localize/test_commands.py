@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from alps.checks import ConfigError
 from alps.compose import check_command_line
-from alps.config import CompareConfig, LocalizeConfig
+from alps.config import BUDGETS, DISTANCES, NORMALIZATIONS, REPRESENTATIONS, UNITS, CompareConfig, LocalizeConfig
 from alps.heads import HeadSelection
 from alps.localize import HeadScores, scores
 from alps.localize.__main__ import LOCALIZE
@@ -71,7 +71,7 @@ def test_both_commands_as_a_person_types_them(tiny: Path, task: Path, tmp_path: 
     other = moved(tiny, tmp_path / "other", seed=2)
     done = command(tmp_path, "alps.localize", f"base={tiny}", f"task={task}", "out=one", "ratio=0.25", "top=3")
     assert done.returncode == 0, done.stderr
-    assert "chosen: 8 of 32 heads (0.25 of all heads)" in done.stdout
+    assert "chosen: 8 of 32 heads (25 % of the heads)" in done.stdout
     assert done.stdout.count(" chosen\n") == 3
     done = command(
         tmp_path, "alps.localize", "-m", f"base={tiny}", f"task={other}", "distance=w1,relative_l2", "out=two/${distance}"
@@ -203,6 +203,69 @@ def test_layers_of_something_else_are_not_taken(change: str, tiny: Path, tmp_pat
     assert (tmp_path / "out" / "scores.json").read_bytes() == (tmp_path / "anew" / "scores.json").read_bytes()
 
 
+@pytest.mark.parametrize("layer", ["5", [[1.0], [1.0]], [["a"] * 8, [1.0] * 8], [[None] * 8, [1.0] * 8], {}])
+def test_a_layer_that_was_damaged_is_scored_again(layer: Any, tiny: Path, task: Path, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as stopped:
+        _stop_at(stopped, 2)
+        with pytest.raises(KeyboardInterrupt):
+            run(tiny, task, tmp_path / "out")
+    partial = tmp_path / "out" / "partial_scores.json"
+    data = json.loads(partial.read_text())
+    data["layers"]["0"] = layer
+    partial.write_text(json.dumps(data))
+    run(tiny, task, tmp_path / "out")
+    run(tiny, task, tmp_path / "anew")
+    assert (tmp_path / "out" / "scores.json").read_bytes() == (tmp_path / "anew" / "scores.json").read_bytes()
+    assert not partial.exists()
+
+
+def test_with_groups_heads_rank_as_they_were_chosen(tiny: Path, task: Path, tmp_path: Path) -> None:
+    text = run(tiny, task, tmp_path, unit="group", ratio=0.25, top=32)
+    states = [line.split()[-1] == "chosen" for line in text.splitlines()[3:35]]
+    assert states == sorted(states, reverse=True)
+    rows = rows_of(tmp_path / "heads.csv")
+    assert [row["chosen"] for row in rows] == ["1"] * 8 + ["0"] * 24
+    for row in rows:
+        group = [float(r["score"]) for r in rows if (r["layer"], r["kv_head"]) == (row["layer"], row["kv_head"])]
+        assert float(row["group_mean_score"]) == pytest.approx(np.mean(group))
+
+
+def test_the_record_names_folders_so_that_they_are_found_again(
+    tiny: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seed in (("one", 1), ("two", 2)):
+        moved(tiny, tmp_path / "models" / name, seed)
+    monkeypatch.chdir(tmp_path / "models")
+    for name in ("one", "two"):
+        run(tiny, Path(name), tmp_path / "out" / name)
+    monkeypatch.chdir(tmp_path)
+    heads = [f"out/{name}/heads.json" for name in ("one", "two")]
+    text = compare(CompareConfig(heads=heads, directions=True, cache="cache", progress=False, out="compared"))
+    assert "mean cosine" in text
+    (pair,) = rows_of(tmp_path / "compared" / "pairs.csv")
+    assert pair["opposed"] == "0"
+
+
+def test_other_scores_that_are_replaced_are_named(tiny: Path, task: Path, tmp_path: Path, caplog: Any) -> None:
+    run(tiny, task, tmp_path / "out")
+    run(tiny, task, tmp_path / "out", distance="kl")
+    assert "replaced" not in caplog.text
+    run(tiny, moved(tiny, tmp_path / "other", seed=3), tmp_path / "out")
+    assert f"held scores of {task.resolve()}" in caplog.text
+
+
+def test_scores_are_kept_where_what_comes_after_fails(
+    tiny: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"less than a single head"):
+        run(tiny, task, tmp_path / "out", budget="parameters", ratio=1e-9)
+    assert not (tmp_path / "out").exists(), "a budget that nothing fits into is refused before the scoring"
+    monkeypatch.setattr("alps.localize.localization.write_localization", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(tiny, task, tmp_path / "out")
+    assert HeadScores.load(tmp_path / "out" / "scores.json").values_LH.any()
+
+
 # What they refuse -------------------------------------------------------------------------------------------------------
 
 
@@ -221,6 +284,8 @@ def test_layers_of_something_else_are_not_taken(change: str, tiny: Path, tmp_pat
         (["base=random:tny", "task=B", "out=o"], "random:tiny"),
         (["base=A", "task=B,C", "out=o"], "add -m to sweep"),
         (["-m", "base=A", "task=B,C", "out=o"], "a folder for each job"),
+        (["-m", "base=A", "task=B", "out=o/s,./o/s"], "a folder for each job"),
+        (["base=A", "task=B", "out=o", "ratio=0"], "more than 0"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_named(arguments: list[str], said: str) -> None:
@@ -237,6 +302,42 @@ def test_what_is_wrong_in_a_model_is_one_sentence_and_exit_code_two(tiny: Path, 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("run", "task: .*run is the folder of a run; its model is .*run/model"),
+        ("gptj", "task: .*gptj: model family 'gptj' is not supported"),
+        ("nothing", "task: .*nothing has no usable config.json"),
+    ],
+)
+def test_what_a_folder_is_instead_of_a_model(model: str, said: str, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "nothing").mkdir()
+    make_random_llama(tmp_path / "run" / "model", seed=1)
+    (tmp_path / "gptj").mkdir()
+    (tmp_path / "gptj" / "config.json").write_text(json.dumps({"model_type": "gptj", "n_layer": 1, "n_head": 2, "n_embd": 16}))
+    with pytest.raises(ValueError, match=said):
+        run(tiny, tmp_path / model, tmp_path / "out")
+
+
+def test_a_change_is_no_base(tiny: Path, task: Path, tmp_path: Path) -> None:
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"base: .*lora is a change to a model"):
+        run(tmp_path / "lora", task, tmp_path / "out")
+
+
+def test_results_do_not_go_into_a_model(tiny: Path, task: Path) -> None:
+    with pytest.raises(ConfigError, match="it is the model task"):
+        check_command_line([f"base={tiny}", f"task={task}", f"out={task}"], LOCALIZE)
+
+
+def test_help_names_every_choice(tmp_path: Path) -> None:
+    done = command(tmp_path, "alps.localize", "--help")
+    for words in (REPRESENTATIONS, DISTANCES, NORMALIZATIONS, BUDGETS, UNITS):
+        assert f": {' | '.join(words)}\n" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_two_folders_for_one_job_are_refused(tiny: Path, task: Path, tmp_path: Path) -> None:
     done = command(tmp_path, "alps.localize", f"base={tiny}", f"task={task}", "out=o", "hydra.run.dir=elsewhere")
     assert done.returncode == 2
@@ -249,6 +350,7 @@ def test_two_folders_for_one_job_are_refused(tiny: Path, task: Path, tmp_path: P
         (["a/heads.json"], "2 to 8 heads.json files"),
         (["a/heads.json", "b/heads.jsn"], "nearest: "),
         (["a", "b/heads.json"], "a folder"),
+        (["a/heads.json", "./a/heads.json"], "each file once"),
     ],
 )
 def test_heads_files_that_are_not_there(heads: list[str], said: str, tiny: Path, tmp_path: Path) -> None:

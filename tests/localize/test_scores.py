@@ -5,6 +5,7 @@ import math
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -408,6 +409,7 @@ def test_a_model_with_opened_rows_must_be_merged_first() -> None:
         ({"temperature": 0.0}, r"temperature must be above 0; found 0\.0"),
         ({"temperature": -1.0}, r"temperature must be above 0; found -1\.0"),
         ({"temperature": math.nan}, "temperature must be above 0; found nan"),
+        ({"temperature": "1"}, "temperature must be above 0; found '1'"),
         ({"temperature": math.inf}, "temperature must be above 0; found inf"),
         ({"temperature": 1e-320}, "the score of layer 0, head 0 is nan: the weights overflow softmax"),
     ],
@@ -415,6 +417,24 @@ def test_a_model_with_opened_rows_must_be_merged_first() -> None:
 def test_choices_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _score(_make("grouped"), _moved("grouped"), **options)
+
+
+def test_a_model_with_more_layers_than_the_layout_is_refused() -> None:
+    layout = replace(HeadLayout.from_model(_make("grouped")), num_layers=1)
+    with pytest.raises(ValueError, match="has more layers than the 1 of the layout"):
+        _score(_make("grouped"), _moved("grouped"), layout=layout)
+
+
+def test_a_model_without_values_is_refused() -> None:
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(_make("grouped").config)
+    with pytest.raises(ValueError, match="on the meta device"):
+        _score(empty, _moved("grouped"), layout=HeadLayout.from_model(_make("grouped")))
+
+
+def test_names_are_checked_before_the_scoring() -> None:
+    with pytest.raises(ValueError, match="names are two"):
+        _score(_make("grouped"), _moved("grouped"), names=("one",))
 
 
 # scores.json ------------------------------------------------------------------------------------------------------------

@@ -215,6 +215,20 @@ def test_an_adapter_that_does_not_fit_itself_is_named(file: str, change: dict[st
         _score_change(lora)
 
 
+@pytest.mark.parametrize("odd", ["model.layers.1.self_attn.k_proj.lora_A.weight", _LORA_A.replace(".weight", ".default.weight")])
+def test_a_tensor_that_would_be_passed_over_is_named(odd: str, lora: Path) -> None:
+    _edit(lora / ADAPTER_FILE, {odd: torch.ones(4, 24)})
+    with pytest.raises(ValueError, match=rf"cannot tell what the tensor {odd} changes"):
+        _score_change(lora)
+
+
+def test_an_adapter_made_on_another_base_is_said(lora: Path, tmp_path: Path, caplog: Any) -> None:
+    _base().save_pretrained(tmp_path / "base")
+    _edit(lora / ADAPTER_CONFIG, {"base_model_name_or_path": str(tmp_path / "another")})
+    _score(tmp_path / "base", lora, HeadLayout.from_model(_base()))
+    assert f"says that it was made on {tmp_path / 'another'}" in caplog.text
+
+
 def test_a_damaged_adapter_file_is_named(lora: Path) -> None:
     (lora / ADAPTER_FILE).write_bytes((lora / ADAPTER_FILE).read_bytes()[:-1])
     with pytest.raises(ValueError, match=rf"lora/{ADAPTER_FILE} is damaged or cut short"):

@@ -279,3 +279,22 @@ def test_adapters_open_models_and_models_that_train_nothing_are_refused(rows: Pa
         with pytest.raises(ValueError, match="adapters, which peft saves and loads itself"):
             load_trained(one, rows, base_fingerprint=BASE)
     assert not (tmp_path / "none").exists()
+
+
+def test_rows_of_another_selection_are_not_saved_under_this_one(tmp_path: Path) -> None:
+    model = make("llama_tied")
+    selection = selection_of(model)
+    train_only(model, selection)
+    with pytest.raises(ValueError, match="trains rows that are not of the selection"):
+        save_trained(model, HeadSelection(selection.layout, ((0, 0),)), tmp_path / "rows", base_fingerprint=BASE)
+    assert not (tmp_path / "rows").exists()
+
+
+def test_what_cannot_be_opened_is_refused_before_the_model_changes() -> None:
+    model = make("llama_tied")
+    with pytest.raises(ValueError, match="also_train must be nothing or rest; found 'rset'"):
+        train_only(model, selection_of(model), also_train="rset")  # type: ignore[arg-type]
+    adapted = open_for_training(make("llama_tied"), "lora", selection_of(model))
+    with pytest.raises(ValueError, match="has adapters"):
+        train_only(adapted.base_model.model, selection_of(model))
+    assert all(parameter.requires_grad for parameter in model.parameters())
