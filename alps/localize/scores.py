@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from alps.heads import HeadLayout, Projection
 from alps.localize.distance import DISTANCES
 from alps.localize.normalization import NORMALIZATIONS, normalized
 from alps.localize.partial import PartialScores, state_of
-from alps.localize.representation import REPRESENTATIONS, LayerWeights
+from alps.localize.representation import REPRESENTATIONS, LayerWeights, Representation
 from alps.localize.w1 import FastW1
 from alps.progress import progress
 from alps.weights import WeightSource
@@ -157,15 +158,12 @@ def score_heads(
                 values_LH[layer], scale_LH[layer] = done
                 continue
             weights = [read_layer(source, layout, layer, represent.reads) for source in (base_source, task_source)]
-            for group in range(layout.num_kv_heads):
-                base_heads, task_heads = (represent.of_group(layer_weights, layout, group) for layer_weights in weights)
-                heads = slice(group * layout.group_size, (group + 1) * layout.group_size)
-                values_LH[layer, heads] = measure(base_heads, task_heads)
-                if normalization == "weight_scale":
-                    scale_LH[layer, heads] = [_root_mean_square(parts) for parts in base_heads]
+            score = functools.partial(_score_group, weights, layout, represent, measure, normalization == "weight_scale")
+            groups = [score(group) for group in range(layout.num_kv_heads)]
+            values_LH[layer], scale_LH[layer] = (np.concatenate(of_groups) for of_groups in zip(*groups, strict=True))
             kept.put(layer, values_LH[layer], scale_LH[layer])
             # Pages of files that were read count as this process's memory until they are closed.
-            del weights, base_heads, task_heads
+            del weights, score
             base_source.close_files()
             task_source.close_files()
         _check_scores(values_LH, scale_LH, distance, temperature)
@@ -181,6 +179,20 @@ def score_heads(
             )
     values_LH = normalized(values_LH, normalization, scale_LH, degree)
     return HeadScores(layout, values_LH, representation, distance, temperature, normalization, labels[0], labels[1])
+
+
+def _score_group(
+    weights: Sequence[LayerWeights],
+    layout: HeadLayout,
+    represent: Representation,
+    measure: Callable[[Heads, Heads], list[float]],
+    with_scale: bool,
+    group: int,
+) -> tuple[list[float], list[float]]:
+    """The distances of a group's heads, and the scales of their base weights (1 if not asked for)."""
+    base_heads, task_heads = (represent.of_group(layer_weights, layout, group) for layer_weights in weights)
+    values = measure(base_heads, task_heads)
+    return values, [_root_mean_square(parts) for parts in base_heads] if with_scale else [1.0] * len(values)
 
 
 def _one_by_one(distance: str, temperature: float) -> Callable[[Heads, Heads], list[float]]:

@@ -5,8 +5,9 @@
 It writes two checkpoints with Llama-3.1-8B's attention (32 query heads, 8 key/value heads, width 128, bfloat16) and a few of its
 32 layers into a temporary folder, then times, in one process and with the same threads, round after round:
 
-- reading: each q, k and v tensor of both checkpoints copied into memory, by the library that the scorer reads with, and by bare
-  file reads into one buffer that is used again (the least that reading can cost). The files are in the page cache.
+- reading: each q, k and v tensor of both checkpoints copied into memory by the library that the scorer reads with; by bare
+  file reads into fresh memory; and into one buffer that is used again (the least that reading can cost). The files are in
+  the page cache.
 - scoring: `score_heads` as people call it, qkv and w1; and, on one layer, w1_value and qkv_product.
 - the released formula on a few heads: float32 softmax of the concatenated blocks, scipy's wasserstein_distance on a linspace.
 
@@ -67,8 +68,8 @@ def copy_tensors(folder: Path, layout: HeadLayout) -> None:
                 source.close_files()
 
 
-def read_bytes(folder: Path, layout: HeadLayout) -> None:
-    buffer = memoryview(bytearray(2 * MODEL_WIDTH * MODEL_WIDTH))
+def read_bytes(folder: Path, layout: HeadLayout, buffer: memoryview | None = None) -> None:
+    """Into fresh memory, or all into one buffer."""
     for layer in range(layout.num_layers):
         for name in ("base", "task"):
             with (folder / name / SINGLE_FILE).open("rb", buffering=0) as file:
@@ -77,7 +78,10 @@ def read_bytes(folder: Path, layout: HeadLayout) -> None:
                 for projection in ("q", "k", "v"):
                     start, end = header[f"{layout.module_name(layer, projection)}.weight"]["data_offsets"]
                     file.seek(8 + length + start)
-                    file.readinto(buffer[: end - start])
+                    if buffer is None:
+                        file.read(end - start)
+                    else:
+                        file.readinto(buffer[: end - start])
 
 
 def released(folder: Path, layout: HeadLayout, heads: list[int]) -> None:
@@ -132,15 +136,18 @@ def main() -> None:
         return
     layout, one_layer = layout_of_llama(options.layers), layout_of_llama(1)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
+        folder, single = Path(temporary) / "all", Path(temporary) / "one"
         write_checkpoints(folder, layout)
+        write_checkpoints(single, one_layer)
+        buffer = memoryview(bytearray(2 * MODEL_WIDTH * MODEL_WIDTH))
         # name: (what is done, heads that it does)
         work: dict[str, tuple[Callable[[], None], int]] = {
             "copy the tensors": (lambda: copy_tensors(folder, layout), layout.num_heads),
             "read the bytes": (lambda: read_bytes(folder, layout), layout.num_heads),
+            "read the bytes into one buffer": (lambda: read_bytes(folder, layout, buffer), layout.num_heads),
             "qkv, w1": (lambda: score(folder, layout), layout.num_heads),
-            "qkv, w1_value": (lambda: score(folder, one_layer, "qkv", "w1_value"), HEADS),
-            "qkv_product, w1": (lambda: score(folder, one_layer, "qkv_product", "w1"), HEADS),
+            "qkv, w1_value": (lambda: score(single, one_layer, "qkv", "w1_value"), HEADS),
+            "qkv_product, w1": (lambda: score(single, one_layer, "qkv_product", "w1"), HEADS),
             "released formula": (
                 lambda: released(folder, layout, list(range(options.released_heads))),
                 options.released_heads,
@@ -157,8 +164,12 @@ def main() -> None:
                 do()
                 seconds[name].append(time.perf_counter() - started)
         memory = {
-            name: peak_memory(folder, num_layers, *name.split(", "))
-            for name, num_layers in (("qkv, w1", options.layers), ("qkv, w1_value", 1), ("qkv_product, w1", 1))
+            name: peak_memory(place, num_layers, *name.split(", "))
+            for name, place, num_layers in (
+                ("qkv, w1", folder, options.layers),
+                ("qkv, w1_value", single, 1),
+                ("qkv_product, w1", single, 1),
+            )
         }
     per_head = {name: statistics.median(times) / work[name][1] for name, times in seconds.items()}
     attention_bytes = 2 * sum(rows * columns for rows, columns in map(layout.shape, ("q", "k", "v", "o")))
@@ -170,6 +181,7 @@ def main() -> None:
         "times_faster_than_released": round(per_head["released formula"] / per_head["qkv, w1"], 1),
         "times_copying_the_tensors": round(per_head["qkv, w1"] / per_head["copy the tensors"], 2),
         "times_reading_the_bytes": round(per_head["qkv, w1"] / per_head["read the bytes"], 2),
+        "times_reading_the_bytes_into_one_buffer": round(per_head["qkv, w1"] / per_head["read the bytes into one buffer"], 2),
         "peak_extra_memory_mb": {name: round(value / MEGABYTE) for name, value in memory.items()},
         "two_layers_of_attention_mb": round(2 * attention_bytes / MEGABYTE),
         "seconds": {name: [round(value, 4) for value in times] for name, times in seconds.items()},
