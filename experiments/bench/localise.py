@@ -5,9 +5,9 @@
 It writes two checkpoints with Llama-3.1-8B's attention (32 query heads, 8 key/value heads, width 128, bfloat16) and a few of its
 32 layers into a temporary folder, then times, in one process and with the same threads, round after round:
 
-- reading: each q, k and v tensor of both checkpoints copied into memory by the library that the scorer reads with; by bare
-  file reads into fresh memory; and into one buffer that is used again (the least that reading can cost). The files are in
-  the page cache.
+- reading a layer's q, k and v of both checkpoints into memory: by the library that the scorer reads with; by bare file reads;
+  and by bare reads into one buffer that is used for every tensor, so that nothing is kept (the least that reading can cost).
+  The files are in the page cache.
 - scoring: `score_heads` as people call it, qkv and w1; and, on one layer, w1_value and qkv_product.
 - the released formula on a few heads: float32 softmax of the concatenated blocks, scipy's wasserstein_distance on a linspace.
 
@@ -62,15 +62,17 @@ def write_checkpoints(folder: Path, layout: HeadLayout) -> None:
 def copy_tensors(folder: Path, layout: HeadLayout) -> None:
     with WeightSource(folder / "base") as base, WeightSource(folder / "task") as task:
         for layer in range(layout.num_layers):
-            for source in (base, task):
-                for projection in ("q", "k", "v"):
-                    source.read(f"{layout.module_name(layer, projection)}.weight").clone()
-                source.close_files()
+            names = [f"{layout.module_name(layer, projection)}.weight" for projection in ("q", "k", "v")]
+            layer_pair = [source.read(name).clone() for source in (base, task) for name in names]
+            del layer_pair
+            base.close_files()
+            task.close_files()
 
 
 def read_bytes(folder: Path, layout: HeadLayout, buffer: memoryview | None = None) -> None:
-    """Into fresh memory, or all into one buffer."""
+    """Into fresh memory for each layer, or all into one buffer."""
     for layer in range(layout.num_layers):
+        layer_pair = []
         for name in ("base", "task"):
             with (folder / name / SINGLE_FILE).open("rb", buffering=0) as file:
                 (length,) = struct.unpack("<Q", file.read(8))
@@ -79,7 +81,7 @@ def read_bytes(folder: Path, layout: HeadLayout, buffer: memoryview | None = Non
                     start, end = header[f"{layout.module_name(layer, projection)}.weight"]["data_offsets"]
                     file.seek(8 + length + start)
                     if buffer is None:
-                        file.read(end - start)
+                        layer_pair.append(file.read(end - start))
                     else:
                         file.readinto(buffer[: end - start])
 
