@@ -95,8 +95,7 @@ def twins_layout(base: Path, task: Path, key: str) -> HeadLayout:
 
 
 def write_localization(scores: HeadScores, selection: HeadSelection, folder: Path, title: str) -> None:
-    """Write scores.json, heads.json, heads.csv, and the pictures heatmap and layers as PNG and SVG into `folder`."""
-    scores.save(folder / "scores.json")
+    """Write heads.json, heads.csv, and the pictures heatmap and layers as PNG and SVG into `folder`, beside the scores."""
     selection.save(folder / "heads.json")
     write_whole(folder / "heads.csv", _heads_csv(scores, selection))
     score_name = f"shift of the head's weights ({scores.how})"

@@ -145,7 +145,7 @@ def test_rows_longer_than_the_context_and_tokens_without_embedding_are_refused(t
 
 def test_scores_that_are_all_zero_choose_nothing(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(ValueError, match="every head's score is 0"):
-        quick_run(tmp_path, cache, "strategy.temperature=1e300")
+        quick_run(tmp_path, cache, "strategy.temperature=1e300", "strategy.distance=cosine")
 
 
 def test_frozen_weights_are_said_to_be_identical_only_as_what_they_were_compared(tmp_path: Path, cache: Path) -> None:
