@@ -6,7 +6,7 @@ import copy
 import csv
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -333,6 +333,15 @@ def test_a_gradient_that_is_not_finite_stops_before_it_reaches_the_weights(tmp_p
     assert slices.trained.isfinite().all()
 
 
+@pytest.fixture
+def _hears_ctrl_c() -> Iterator[None]:
+    """A shell starts what it runs in the background deaf to Ctrl-C, and Python leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_hears_ctrl_c")
 def test_ctrl_c_comes_through_as_ctrl_c(tmp_path: Path) -> None:
     """Lightning would exit instead. And the process must hear the next one."""
     model = make_model()
