@@ -17,6 +17,7 @@ from alps.weights import (
     ADAPTER_CONFIG,
     TRAINED_CONFIG,
     TRAINED_FILE,
+    TRAINED_FORMAT,
     WeightSource,
     fingerprint,
     open_safetensors,
@@ -139,8 +140,8 @@ class _TrainedRows(_Change):
         super().__init__(folder, folder / TRAINED_FILE, base)
         config = read_json(folder / TRAINED_CONFIG)
         try:
-            if config["format"] != 1:
-                raise ValueError(f"format {config['format']!r}, where this version reads 1")
+            if config["format"] != TRAINED_FORMAT:
+                raise ValueError(f"format {config['format']!r}, where this version reads {TRAINED_FORMAT}")
             self._slices = {
                 str(module): (str(place["dim"]), bool(place["transposed"])) for module, place in config["slices"].items()
             }

@@ -20,7 +20,7 @@ from alps.files import sha256_of
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-TRAINED_CONFIG, TRAINED_FILE = "trained.json", "trained.safetensors"
+TRAINED_CONFIG, TRAINED_FILE, TRAINED_FORMAT = "trained.json", "trained.safetensors", 1
 
 
 class WeightSource:

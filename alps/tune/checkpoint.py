@@ -15,9 +15,7 @@ from alps.files import whole_folder
 from alps.heads import HeadLayout, HeadSelection
 from alps.tune.apply import open_slices
 from alps.tune.rows import SliceTrainableLinear
-from alps.weights import TRAINED_CONFIG, TRAINED_FILE, open_safetensors
-
-FORMAT = 1
+from alps.weights import TRAINED_CONFIG, TRAINED_FILE, TRAINED_FORMAT, open_safetensors
 
 
 def save_trained(model: nn.Module, selection: HeadSelection, folder: Path, *, base_fingerprint: str) -> None:
@@ -51,7 +49,7 @@ def save_trained(model: nn.Module, selection: HeadSelection, folder: Path, *, ba
             if not set(module.index.tolist()) <= opened:
                 raise ValueError(f"{name} trains rows that are not of the selection: it is another one's")
     description = {
-        "format": FORMAT,
+        "format": TRAINED_FORMAT,
         "base_fingerprint": base_fingerprint,
         "slices": slices,
         "whole": sorted(whole),
@@ -117,8 +115,8 @@ def _read_description(path: Path) -> dict[str, Any]:
             raise TypeError(f"it needs the fields {', '.join(sorted(expected))}")
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is missing or damaged: {error}") from error
-    if data["format"] != FORMAT:
-        raise ValueError(f"{path} has the format {data['format']!r}; this version reads {FORMAT}")
+    if data["format"] != TRAINED_FORMAT:
+        raise ValueError(f"{path} has the format {data['format']!r}; this version reads {TRAINED_FORMAT}")
     return data
 
 
